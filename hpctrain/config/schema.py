@@ -1,0 +1,216 @@
+"""The typed configuration of a run: what every key means, its default and its own limits.
+
+Values are frozen after construction. A rule that involves one field is here; a rule that involves several
+fields, or the number of ranks, is in `hpctrain.config.validate`. Keys, not code, are the public interface:
+`hpctrain config schema` prints this file's content.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+Count = Annotated[int, Field(ge=1)]
+Natural = Annotated[int, Field(ge=0)]
+Fraction = Annotated[float, Field(ge=0.0, lt=1.0)]
+Positive = Annotated[float, Field(gt=0.0)]
+NonNegative = Annotated[float, Field(ge=0.0)]
+
+Precision = Literal["float32", "bf16", "fp16", "float64"]
+
+
+class Section(BaseModel):
+    """Base of all sections: frozen, strict about names and types."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, protected_namespaces=())
+
+
+class RopeScaling(Section):
+    """Llama-3 scaling of the rotary frequencies for contexts longer than the one trained on."""
+
+    factor: Positive = 8.0
+    low_freq_factor: Positive = 1.0
+    high_freq_factor: Positive = 4.0
+    original_max_seq: Count = 8192
+
+
+class ModelConfig(Section):
+    """The shape of a decoder-only transformer."""
+
+    layers: Count = 4
+    hidden: Count = 128
+    heads: Count = 4
+    kv_heads: Count | None = Field(
+        None, description="Key/value heads: fewer than heads is GQA, 1 is MQA; default heads."
+    )
+    head_dim: Count | None = Field(None, description="Width of a head; default hidden / heads.")
+    ffn: Count | None = Field(None, description="Width of the MLP; default 4 x hidden.")
+    vocab: Count = 257
+    max_seq: Count = Field(2048, description="Longest sequence; the length of the table of learned positions.")
+    norm: Literal["rmsnorm", "layernorm"] = "rmsnorm"
+    norm_eps: Positive = 1e-5
+    position: Literal["rope", "learned"] = "rope"
+    rope_theta: Positive = 10000.0
+    rope_scaling: RopeScaling | None = None
+    activation: Literal["swiglu", "gelu", "gelu_tanh"] = "swiglu"
+    bias: bool = Field(False, description="Biases on the linear layers.")
+    tied: bool = Field(False, description="The output head is the embedding.")
+    dropout: Fraction = Field(0.0, description="On the embedding and on what each block adds to the residual.")
+    init_std: Positive = 0.02
+
+    @property
+    def kv(self) -> int:
+        """Number of key/value heads."""
+        return self.kv_heads or self.heads
+
+    @property
+    def head_width(self) -> int:
+        """Width of one head."""
+        return self.head_dim or self.hidden // self.heads
+
+    @property
+    def ffn_width(self) -> int:
+        """Width of the MLP."""
+        return self.ffn or 4 * self.hidden
+
+    @property
+    def gated(self) -> bool:
+        """Whether the MLP has a gate beside its up projection."""
+        return self.activation == "swiglu"
+
+
+class ParallelConfig(Section):
+    """Sizes of the parallel axes. dp is what is left: world / (pp x cp x tp)."""
+
+    tp: Count = Field(1, description="Tensor parallelism: heads, MLP width and vocabulary are split.")
+    sp: bool = Field(False, description="Sequence parallelism beside tp: norms and residuals split over the sequence.")
+    pp: Count = Field(1, description="Pipeline stages.")
+    cp: Count = Field(1, description="Context parallelism: the sequence is split.")
+    ep: Count = Field(1, description="Expert parallelism.")
+    etp: Count = Field(1, description="Tensor parallelism inside an expert: 1 or tp.")
+
+
+class OffloadConfig(Section):
+    """Where training state lives when it is not on the device."""
+
+    optimizer: Literal["none", "cpu", "nvme"] = "none"
+    params: Literal["none", "cpu", "nvme"] = "none"
+
+
+class ShardingConfig(Section):
+    """What is done with the state that data-parallel ranks would otherwise each hold whole."""
+
+    engine: Literal["auto", "none", "deepspeed", "fsdp"] = Field(
+        "auto", description="auto is deepspeed for stage 1-3 and none for stage 0."
+    )
+    stage: Annotated[int, Field(ge=0, le=3)] = Field(
+        0, description="ZeRO stage: 1 shards optimizer state, 2 also gradients, 3 also parameters."
+    )
+    bucket_mib: Positive = Field(25.0, description="Size of a gradient bucket, MiB.")
+    torch_adam: bool = Field(True, description="DeepSpeed: torch's AdamW, which needs no compiled op.")
+    offload: OffloadConfig = OffloadConfig()
+
+
+class ClusterConfig(Section):
+    """What the job runs on."""
+
+    nodes: Count = 1
+    gpus_per_node: Count = Field(1, description="Ranks on a node; on a machine without GPUs they run on the CPU.")
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    profile: str = "generic"
+    timeout_s: Positive = Field(600.0, description="Longest wait of any collective, seconds.")
+    threads: Natural = Field(
+        0, description="CPU threads a rank; 0 is the CPUs of the rank's mask over the ranks on the node."
+    )
+
+
+class DataConfig(Section):
+    """What is read, and in which pieces."""
+
+    corpus: Path = Field(Path("corpus.h5"), description="HDF5 file written by `hpctrain data build`.")
+    seq: Count = Field(256, description="Tokens in a sample.")
+    validation: Fraction = Field(
+        0.01, description="Share of the documents, at the end of the corpus, kept for validation."
+    )
+    document_mask: bool = Field(True, description="Attention and loss stop at document boundaries.")
+    prefetch: Natural = Field(2, description="Batches read ahead.")
+
+
+class OptimizerConfig(Section):
+    """AdamW and the schedule of its learning rate."""
+
+    lr: Positive = 3e-4
+    beta1: Fraction = 0.9
+    beta2: Fraction = 0.95
+    eps: Positive = 1e-8
+    weight_decay: NonNegative = Field(0.1, description="On matrices; never on norms, biases or other vectors.")
+    clip: NonNegative = Field(1.0, description="Largest global gradient norm; 0 does not clip.")
+    schedule: Literal["cosine", "wsd", "constant"] = "cosine"
+    warmup: Natural = Field(0, description="Steps of linear warm-up.")
+    decay: Natural = Field(0, description="wsd: steps of the final decay; 0 is a tenth of the steps.")
+    min_ratio: Annotated[float, Field(ge=0.0, le=1.0)] = Field(0.1, description="Final learning rate over lr.")
+    batch_rule: Literal["none", "linear", "sqrt"] = Field(
+        "none", description="How lr follows train.global_batch when it differs from base_global_batch."
+    )
+    base_global_batch: Natural = Field(0, description="Global batch that lr was chosen for; 0 is the one in use.")
+
+
+class TrainConfig(Section):
+    """Length, batch, precision and what is reported."""
+
+    steps: Count = 100
+    global_batch: Count = Field(16, description="Samples in an optimizer step, over all ranks.")
+    micro_batch: Count = Field(4, description="Samples in one forward pass of a rank.")
+    precision: Precision = "float32"
+    seed: Natural = 0
+    label_smoothing: Fraction = 0.0
+    z_loss: NonNegative = Field(0.0, description="Weight of the squared log-partition of the logits.")
+    eval_every: Natural = Field(0, description="Steps between evaluations; 0 evaluates at the end only.")
+    eval_batches: Natural = Field(8, description="Global batches in an evaluation; 0 does not evaluate.")
+    log_every: Count = 10
+    max_skipped: Count = Field(5, description="Non-finite steps in a row after which the job stops.")
+    loss_scale: Positive = Field(65536.0, description="fp16: initial loss scale.")
+    overlap: bool = Field(True, description="Reductions run beside computation where that is exact.")
+
+
+class CheckpointConfig(Section):
+    """When state is saved, how many are kept, and where a run starts from."""
+
+    every: Natural = Field(0, description="Steps between checkpoints; 0 saves at the end only.")
+    keep: Count = Field(2, description="Committed checkpoints kept.")
+    at_end: bool = True
+    resume: Literal["auto", "never", "must"] = Field(
+        "auto", description="auto continues from the newest valid checkpoint of the run folder if there is one."
+    )
+    load: Path | None = Field(
+        None, description="A checkpoint of another run to start from, when there is none of this run."
+    )
+
+
+class RunConfig(Section):
+    """A whole run."""
+
+    name: str = Field("run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+    folder: Path = Field(Path("runs"), description="Run folders are made in here.")
+    model: ModelConfig = ModelConfig()
+    parallel: ParallelConfig = ParallelConfig()
+    sharding: ShardingConfig = ShardingConfig()
+    cluster: ClusterConfig = ClusterConfig()
+    data: DataConfig = DataConfig()
+    optimizer: OptimizerConfig = OptimizerConfig()
+    train: TrainConfig = TrainConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+
+    @property
+    def engine(self) -> str:
+        """The sharding engine that `sharding.engine=auto` stands for."""
+        if self.sharding.engine != "auto":
+            return self.sharding.engine
+        return "deepspeed" if self.sharding.stage else "none"
+
+    @property
+    def run_folder(self) -> Path:
+        """Where this run keeps everything it writes."""
+        return self.folder / self.name

@@ -1,0 +1,51 @@
+"""Errors a user can act on.
+
+Every one is a single sentence that says what is wrong, with which value, what is allowed and how to mend
+it. The command line prints that sentence and exits with `exit_code`; it never shows a traceback for them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+class HpctrainError(Exception):
+    """Base of all errors that are the user's to mend."""
+
+    exit_code = 1
+
+
+class ConfigError(HpctrainError):
+    """A setting, or a combination of settings, that cannot run.
+
+    Args:
+        path: dotted path of the setting, for example `parallel.tp`.
+        value: what was found there.
+        allowed: what would have been accepted, in words.
+        fix: what to do, in words; left out where `allowed` says it all.
+    """
+
+    exit_code = 2
+
+    def __init__(self, path: str, value: Any, allowed: str, fix: str = "") -> None:
+        self.path, self.value, self.allowed, self.fix = path, value, allowed, fix
+        super().__init__(f"{path}={value!r}: {allowed}" + (f"; {fix}" if fix else "") + ".")
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.path, self.value, self.allowed, self.fix)
+
+
+class DataError(HpctrainError):
+    """A corpus that is missing, damaged, foreign, or does not fit the model."""
+
+
+class CheckpointError(HpctrainError):
+    """A checkpoint that cannot be written, or none that can be read."""
+
+
+class LaunchError(HpctrainError):
+    """Ranks that cannot be started or cannot find each other."""
+
+
+class TrainError(HpctrainError):
+    """Training that had to stop, for example after too many non-finite steps."""

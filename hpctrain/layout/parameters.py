@@ -1,0 +1,98 @@
+"""Every parameter of a model: its name, global shape, initial values, and what its dims are made of.
+
+This table is the only place that says so. The model is built to it, placements are cut from it, and the
+planner counts it, all without asking a rank what it holds.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+from hpctrain.config.schema import ModelConfig
+
+Cut = Literal["vocab", "heads", "kv_heads", "ffn"]
+"""What a dim is made of, if it can be cut: vocabulary entries, query heads, key/value heads, MLP columns."""
+
+
+@dataclass(frozen=True)
+class Init:
+    """Initial values: normal with mean 0 and this deviation, or one constant."""
+
+    std: float = 0.0
+    constant: float = 0.0
+
+
+@dataclass(frozen=True)
+class ParameterSpec:
+    """One logical parameter.
+
+    Attributes:
+        name: fully qualified, the same under every layout.
+        shape: global shape.
+        cuts: for each dim what it is made of, or None if it is never cut.
+        init: initial values.
+        layer: index of the transformer layer it belongs to; None for embedding, final norm and head.
+        decay: whether weight decay applies (matrices).
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    cuts: tuple[Cut | None, ...]
+    init: Init
+    layer: int | None = None
+
+    @property
+    def decay(self) -> bool:
+        return len(self.shape) > 1
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+
+def units(model: ModelConfig, cut: Cut) -> int:
+    """How many indivisible units a dim of this kind has: its size over the size of one unit."""
+    return {"vocab": model.vocab, "heads": model.heads, "kv_heads": model.kv, "ffn": model.ffn_width}[cut]
+
+
+def parameter_specs(model: ModelConfig) -> tuple[ParameterSpec, ...]:
+    """All parameters of a model, in the order the model holds them.
+
+    Matrices are `[out, in]`. Deviations follow GPT-2: `init_std`, and `init_std / sqrt(2 x layers)` for the
+    two matrices of a layer that write to the residual stream.
+    """
+    h, normal = model.hidden, Init(std=model.init_std)
+    residual = Init(std=model.init_std / math.sqrt(2 * model.layers))
+    out: list[ParameterSpec] = []
+
+    def linear(name: str, size: tuple[int, int], cuts: tuple[Cut | None, Cut | None], init: Init, layer: int) -> None:
+        out.append(ParameterSpec(f"{name}.weight", size, cuts, init, layer))
+        if model.bias:
+            out.append(ParameterSpec(f"{name}.bias", size[:1], cuts[:1], Init(), layer))
+
+    def norm(name: str, layer: int | None) -> None:
+        out.append(ParameterSpec(f"{name}.weight", (h,), (None,), Init(constant=1.0), layer))
+        if model.norm == "layernorm":
+            out.append(ParameterSpec(f"{name}.bias", (h,), (None,), Init(), layer))
+
+    out.append(ParameterSpec("embedding.weight", (model.vocab, h), ("vocab", None), normal))
+    if model.position == "learned":
+        out.append(ParameterSpec("positions.weight", (model.max_seq, h), (None, None), normal))
+    for i in range(model.layers):
+        at = f"layers.{i}"
+        norm(f"{at}.attention_norm", i)
+        linear(f"{at}.attention.qkv.q", (model.heads * model.head_width, h), ("heads", None), normal, i)
+        linear(f"{at}.attention.qkv.k", (model.kv * model.head_width, h), ("kv_heads", None), normal, i)
+        linear(f"{at}.attention.qkv.v", (model.kv * model.head_width, h), ("kv_heads", None), normal, i)
+        linear(f"{at}.attention.output", (h, model.heads * model.head_width), (None, "heads"), residual, i)
+        norm(f"{at}.mlp_norm", i)
+        if model.gated:
+            linear(f"{at}.mlp.inputs.gate", (model.ffn_width, h), ("ffn", None), normal, i)
+        linear(f"{at}.mlp.inputs.up", (model.ffn_width, h), ("ffn", None), normal, i)
+        linear(f"{at}.mlp.down", (h, model.ffn_width), (None, "ffn"), residual, i)
+    norm("norm", None)
+    if not model.tied:
+        out.append(ParameterSpec("head.weight", (model.vocab, h), ("vocab", None), normal))
+    return tuple(out)

@@ -1,0 +1,149 @@
+"""One record a parameter: which box of the logical tensor a rank holds, who else holds it, and how its
+gradient arrives.
+
+The record alone decides which slice of the initial values a rank draws, over which ranks its gradient is
+summed, how often it counts in the gradient norm and in the parameter count (once), and where its pieces lie
+in a checkpoint.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from hpctrain.config.schema import ModelConfig
+from hpctrain.layout.layout import Layout, Ranks, split
+from hpctrain.layout.parameters import Cut, ParameterSpec, parameter_specs, units
+
+Index = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Box:
+    """A block of a logical tensor: where it starts there, where it lies in the local tensor, its shape."""
+
+    start: Index
+    local: Index
+    shape: Index
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where one logical parameter lies on one rank.
+
+    Attributes:
+        name: fully qualified parameter name.
+        global_shape: shape of the logical tensor.
+        boxes: the blocks of it that this rank holds.
+        replicas: ranks of this rank's stage and data-parallel index that hold the same boxes, ascending.
+        partial_over: axes over whose replicas the gradient arrives in parts and is summed inside autograd,
+            so that it is complete when it is accumulated.
+        tied: name of the parameter whose values this one shares on another stage, if any.
+    """
+
+    name: str
+    global_shape: Index
+    boxes: tuple[Box, ...]
+    replicas: Ranks
+    partial_over: tuple[str, ...] = ()
+    tied: str | None = None
+
+    @property
+    def local_shape(self) -> Index:
+        """Shape of the local tensor: the extent of all boxes."""
+        rank = range(len(self.global_shape))
+        return tuple(max(b.local[d] + b.shape[d] for b in self.boxes) for d in rank)
+
+    @property
+    def owner(self) -> int:
+        """The one rank of `replicas` that counts this parameter in the norm and in the parameter count."""
+        return self.replicas[0]
+
+
+def cut_of(model: ModelConfig, cut: Cut, tp: int, index: int) -> tuple[int, int, int]:
+    """Which units of a dim tensor-parallel index `index` of `tp` holds.
+
+    Key/value heads fewer than tp are replicated: `tp / kv_heads` neighbouring ranks hold the same head.
+
+    Returns:
+        start and number of units, and how many neighbouring tp ranks hold the same ones.
+    """
+    n = units(model, cut)
+    copies = tp // n if cut == "kv_heads" and n < tp else 1
+    start, size = split(n, tp // copies, index // copies)
+    return start, size, copies
+
+
+def place(spec: ParameterSpec, model: ModelConfig, layout: Layout, rank: int) -> Placement:
+    """The record of one parameter on one rank."""
+    tp = layout.coordinates(rank)["tp"]
+    start, shape, copies = [0] * len(spec.shape), list(spec.shape), layout.tp
+    for dim, cut in enumerate(spec.cuts):
+        if cut is None:
+            continue
+        first, count, copies = cut_of(model, cut, layout.tp, tp)
+        unit = spec.shape[dim] // units(model, cut)
+        start[dim], shape[dim] = first * unit, count * unit
+    peers = layout.group_of(rank, "tp")
+    replicas = peers[tp // copies * copies :][:copies]
+    partial = ("tp",) if copies > 1 and any(spec.cuts) else ()
+    box = Box(tuple(start), (0,) * len(shape), tuple(shape))
+    return Placement(spec.name, spec.shape, (box,), replicas, partial)
+
+
+def placements(model: ModelConfig, layout: Layout, rank: int) -> dict[str, Placement]:
+    """The records of every parameter that a rank holds."""
+    return {spec.name: place(spec, model, layout, rank) for spec in parameter_specs(model)}
+
+
+def replica_groups(model: ModelConfig, layout: Layout) -> tuple[tuple[Ranks, ...], ...]:
+    """Every partition of the world into replica groups that lies strictly between one rank and a tp group.
+
+    A mesh makes one process group of each, so that a gradient can be summed over `Placement.replicas`.
+    """
+    if layout.tp <= model.kv:
+        return ()
+    copies = layout.tp // model.kv
+    if copies in (1, layout.tp):
+        return ()
+    tp_groups = layout.groups("tp")
+    return (tuple(g[i : i + copies] for g in tp_groups for i in range(0, layout.tp, copies)),)
+
+
+def flat_boxes(shape: Index, start: int, numel: int) -> tuple[Box, ...]:
+    """The boxes of a row-major tensor that the flat range `[start, start + numel)` covers.
+
+    A ZeRO fragment is such a range. At most `2 * len(shape) - 1` boxes; `Box.local` is the position in the
+    tensor, and the boxes in order hold the range's elements in order.
+    """
+    assert start >= 0 and start + numel <= math.prod(shape), (shape, start, numel)
+    if numel == 0:
+        return ()
+    if not shape:
+        return (Box((), (), ()),)
+    row = math.prod(shape[1:])
+    first, last = start // row, (start + numel - 1) // row
+    head = start - first * row
+
+    def within(index: int, lo: int, count: int) -> list[Box]:
+        inner = flat_boxes(shape[1:], lo, count)
+        return [Box(at := (index, *b.start), at, (1, *b.shape)) for b in inner]
+
+    if first == last and not (head == 0 and numel == row):
+        return tuple(within(first, head, numel))
+    out: list[Box] = []
+    if head:
+        out += within(first, head, row - head)
+        first += 1
+    tail = start + numel - last * row
+    full = last + (tail == row) - first
+    if full > 0:
+        at = (first, *(0,) * (len(shape) - 1))
+        out.append(Box(at, at, (full, *shape[1:])))
+    if tail < row:
+        out += within(last, 0, tail)
+    return tuple(out)

@@ -1,0 +1,92 @@
+"""The interface of a sharding engine, and the choice of one.
+
+An engine owns a rank's master weights, optimizer state and the data-parallel reduction of its chunks (the
+parts of the model that the rank holds: one, or several under an interleaved pipeline).
+
+A step is: `begin_step` once; for every micro-batch `forward` and later `backward`, in any order the schedule
+asks for; `step` once. Losses are sums over tokens; the divisor is the number of valid tokens of the whole
+global batch, known before the first backward, and applied in exactly one place: `Engine.backward`.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from hpctrain.sharding.state import Piece, StateReader
+
+
+@dataclass
+class Ticket:
+    """A forward pass whose backward is still to come.
+
+    Attributes:
+        chunk: which chunk ran.
+        output: what it returned: hidden states, or the sum of the losses on the last stage.
+        inputs: tensors from the previous stage whose gradients are wanted.
+        extra: the engine's own.
+    """
+
+    chunk: int
+    output: Tensor
+    inputs: tuple[Tensor, ...] = ()
+    extra: Any = None
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """Outcome of an optimizer step, the same on every rank.
+
+    Attributes:
+        grad_norm: global norm before clipping, every logical parameter counted once.
+        skipped: the gradient was not finite; nothing was changed.
+    """
+
+    grad_norm: float
+    skipped: bool
+
+
+class Engine(ABC):
+    """See the module's docstring. `chunks` are the parallelized modules, in the order of the model."""
+
+    chunks: list[nn.Module]
+
+    @abstractmethod
+    def begin_step(self, valid_tokens: int, micro_batches: int) -> None:
+        """Start a step of `micro_batches` backward passes a chunk over `valid_tokens` tokens of all ranks."""
+
+    @abstractmethod
+    def forward(self, chunk: int, *inputs: Any) -> Ticket:
+        """Run a chunk on one micro-batch, for training."""
+
+    @abstractmethod
+    def backward(self, ticket: Ticket, grad: Tensor | None = None) -> None:
+        """Backward of one forward. `grad` is the output's gradient; None on the last stage, whose output is a
+        sum of losses and is divided here by the step's valid tokens."""
+
+    @abstractmethod
+    def step(self, lr: float) -> StepResult:
+        """Finish the reduction, clip, update. All ranks agree on the result."""
+
+    @abstractmethod
+    def evaluate(self, chunk: int, *inputs: Any) -> Tensor:
+        """Run a chunk without gradients."""
+
+    @abstractmethod
+    def pieces(self) -> Iterable[Piece]:
+        """The state this rank has to write. Over all ranks every element of every tensor appears once."""
+
+    @abstractmethod
+    def scalars(self) -> dict[str, float]:
+        """Numbers that belong to the state: `step`, the count of updates made, and `loss_scale`."""
+
+    @abstractmethod
+    def load(self, reader: StateReader) -> None:
+        """Take weights, moments and scalars from a checkpoint of any layout or engine."""
+
+    def close(self) -> None:
+        """Let go of what outlives the object (hooks, files)."""

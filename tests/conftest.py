@@ -1,0 +1,39 @@
+"""The warm parent of all multi-rank tests."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import cloudpickle
+import pytest
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+from hpctrain.launch.zygote import Zygote
+
+PARENT = Zygote(imports=("torch", "torch.distributed", "h5py"))
+"""Forked here, before anything in this process imports torch or computes."""
+
+
+@pytest.fixture(scope="session")
+def zygote() -> Iterator[Zygote]:
+    """Forks worlds of gloo ranks."""
+    yield PARENT
+    PARENT.close()
+
+
+@pytest.fixture
+def ranks(zygote: Zygote) -> Callable[..., list[Any]]:
+    """`ranks(world, function, *args)`: what `function(*args)` returns on each of `world` gloo ranks.
+
+    The function's module travels by value, so it may use anything defined in the test file.
+    """
+
+    def run(world: int, function: Callable[..., Any], *args: Any, timeout_s: float = 120.0) -> list[Any]:
+        cloudpickle.register_pickle_by_value(sys.modules[function.__module__])
+        return zygote.run(function, world, *args, timeout_s=timeout_s)
+
+    return run

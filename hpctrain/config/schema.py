@@ -42,9 +42,7 @@ class ModelConfig(Section):
     layers: Count = 4
     hidden: Count = 128
     heads: Count = 4
-    kv_heads: Count | None = Field(
-        None, description="Key/value heads: fewer than heads is GQA, 1 is MQA; default heads."
-    )
+    kv_heads: Count | None = Field(None, description="Fewer than heads is GQA, 1 is MQA; default heads.")
     head_dim: Count | None = Field(None, description="Width of a head; default hidden / heads.")
     ffn: Count | None = Field(None, description="Width of the MLP; default 4 x hidden.")
     vocab: Count = 257
@@ -121,9 +119,7 @@ class ClusterConfig(Section):
     device: Literal["auto", "cpu", "cuda"] = "auto"
     profile: str = "generic"
     timeout_s: Positive = Field(600.0, description="Longest wait of any collective, seconds.")
-    threads: Natural = Field(
-        0, description="CPU threads a rank; 0 is the CPUs of the rank's mask over the ranks on the node."
-    )
+    threads: Natural = Field(0, description="CPU threads a rank; 0 is its CPUs over the ranks on the node.")
 
 
 class DataConfig(Section):
@@ -131,9 +127,7 @@ class DataConfig(Section):
 
     corpus: Path = Field(Path("corpus.h5"), description="HDF5 file written by `hpctrain data build`.")
     seq: Count = Field(256, description="Tokens in a sample.")
-    validation: Fraction = Field(
-        0.01, description="Share of the documents, at the end of the corpus, kept for validation."
-    )
+    validation: Fraction = Field(0.01, description="Share of the documents, the last ones, kept for validation.")
     document_mask: bool = Field(True, description="Attention and loss stop at document boundaries.")
     prefetch: Natural = Field(2, description="Batches read ahead.")
 
@@ -184,9 +178,7 @@ class CheckpointConfig(Section):
     resume: Literal["auto", "never", "must"] = Field(
         "auto", description="auto continues from the newest valid checkpoint of the run folder if there is one."
     )
-    load: Path | None = Field(
-        None, description="A checkpoint of another run to start from, when there is none of this run."
-    )
+    load: Path | None = Field(None, description="A checkpoint of another run to start from, if this run has none.")
 
 
 class RunConfig(Section):

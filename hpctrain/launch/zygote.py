@@ -150,7 +150,7 @@ def _rank(payload: bytes, rank: int, world: int, timeout_s: float, folder: Path)
 
         torch.set_num_threads(1)
         if world:
-            store = dist.FileStore(str(folder / "store"), world)
+            store = dist.FileStore(str(folder / "store"), world)  # type: ignore[attr-defined]
             timeout = datetime.timedelta(seconds=timeout_s)
             dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timeout)
         function, args = cloudpickle.loads(payload)

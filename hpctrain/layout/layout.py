@@ -57,7 +57,7 @@ class Layout:
             raise ConfigError(
                 f"parallel.{axis}",
                 getattr(parallel, axis),
-                f"pp x cp x tp = {parallel.pp} x {parallel.cp} x {parallel.tp} = {model} must divide the {world} ranks of the job",
+                f"pp x cp x tp = {parallel.pp} x {parallel.cp} x {parallel.tp} = {model} must divide the {world} ranks",
                 "change the axis, or cluster.nodes and cluster.gpus_per_node",
             )
         return cls(parallel.pp, world // model, parallel.cp, parallel.tp, parallel.ep, parallel.etp)

@@ -93,8 +93,13 @@ def _exchange(t: Tensor, axis: Axis, op: str) -> Pending:
     works = dist.batch_isend_irecv(
         [dist.P2POp(dist.isend, t, peer, axis.group), dist.P2POp(dist.irecv, other, peer, axis.group)]
     )
-    combine = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}[op]
-    return Pending(axis, "all_reduce", works, lambda: combine(t, other, out=t))
+
+    def combine() -> Tensor:
+        if op == "sum":
+            return t.add_(other)
+        return t.copy_(torch.maximum(t, other) if op == "max" else torch.minimum(t, other))
+
+    return Pending(axis, "all_reduce", works, combine)
 
 
 def all_reduce_(t: Tensor, axis: Axis, op: str = "sum") -> Tensor:

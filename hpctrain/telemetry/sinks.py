@@ -50,7 +50,7 @@ class JsonlSink:
 
     def write(self, record: Record) -> None:
         """Append a record and the time. A line that does not fit on the disk leaves nothing behind."""
-        now = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="milliseconds")
+        now = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="microseconds")
         line = (to_json({"time": now, **record}) + "\n").encode()
         try:
             done = 0

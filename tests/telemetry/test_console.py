@@ -138,8 +138,8 @@ def test_following_a_run_that_resumes(tmp_path: Path) -> None:
     def resume() -> None:
         first.write({"kind": "train", "step": 4})  # written, not yet seen, and taken out again
         second = JsonlSink(path, after_step=2)
-        second.write({"kind": "train", "step": 3})
-        second.write({"kind": "train", "step": 4})
+        second.write({"kind": "train", "step": 3, "loss": 1.0})
+        second.write({"kind": "train", "step": 4, "loss": 1.0})
 
     def begin() -> None:
         for step in (1, 2, 3):

@@ -43,8 +43,6 @@ def load(recipe: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     except ValidationError as error:
         first = error.errors(include_url=False, include_context=False)[0]
         path = ".".join(map(str, first["loc"]))
-        while path not in keys():
-            path = path.rpartition(".")[0]
         fix = "" if any(path == g or path.startswith(f"{g}.") for g in given) else f"change it in {recipe}"
         raise ConfigError(path, first["input"], keys()[path].allowed, fix) from None
 

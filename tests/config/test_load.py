@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hpctrain.config.load import dump, load, recipes
@@ -157,6 +157,7 @@ def test_dump_of_a_recipe_reads_back(name: str, tmp_path: Path) -> None:
     assert load(file) == load(name)
 
 
+@settings(deadline=None)
 @given(
     name=st.from_regex(r"\A[A-Za-z0-9][A-Za-z0-9._-]{0,8}\Z"),
     lr=st.floats(min_value=0, exclude_min=True, allow_infinity=False),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hpctrain.config import plain_yaml
@@ -38,6 +38,7 @@ def test_scalars(text: str, value: object) -> None:
     assert type(read) is type(value)
 
 
+@settings(deadline=None)
 @given(VALUES)
 def test_round_trip(value: object) -> None:
     assert plain_yaml.read(plain_yaml.write(value)) == value

@@ -69,4 +69,4 @@ def read(text: str) -> Any:
 
 def write(value: Any) -> str:
     """A YAML document that `read` turns into an equal value; keys keep their order."""
-    return yaml.dump(value, Dumper=_Dumper, sort_keys=False, allow_unicode=True)
+    return yaml.dump(value, Dumper=_Dumper, sort_keys=False)

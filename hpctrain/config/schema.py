@@ -148,7 +148,11 @@ class OptimizerConfig(Section):
     batch_rule: Literal["none", "linear", "sqrt"] = Field(
         "none", description="How lr follows train.global_batch when it differs from base_global_batch."
     )
-    base_global_batch: Natural = Field(0, description="Global batch that lr was chosen for; 0 is the one in use.")
+    base_global_batch: Natural = Field(0, description="Global batch that lr was chosen for, for batch_rule.")
+
+    def decay_steps(self, steps: int) -> int:
+        """Steps of wsd's final decay in a run of `steps`."""
+        return self.decay or max(1, steps // 10)
 
 
 class TrainConfig(Section):

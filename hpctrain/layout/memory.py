@@ -93,10 +93,12 @@ def check_memory(config: RunConfig, layout: Layout, available: int) -> None:
     need = estimate(config, layout)
     if need.total <= available:
         return
-    fitting = [changes for changes in _alternatives(config, layout, available) if changes]
-    fewest = min(map(len, fitting), default=0)
-    names = [" ".join(f"{k}={v}" for k, v in changes.items()) for changes in fitting if len(changes) == fewest]
-    fix = "use " + ", or ".join(names[:3]) if names else "use more ranks or a smaller model"
+    mildest: dict[tuple[str, ...], dict[str, int]] = {}
+    for changes in _alternatives(config, layout, available):
+        mildest.setdefault(tuple(changes), changes)
+    fewest = min(map(len, mildest), default=0)
+    names = [" ".join(f"{k}={v}" for k, v in c.items()) for c in mildest.values() if len(c) == fewest]
+    fix = "use " + ", or ".join(names) if names else "use more ranks or a smaller model"
     raise ConfigError(
         "memory", f"{need.total / GIB:.3g} GiB", f"a rank has {available / GIB:.3g} GiB for {need.describe()}", fix
     )
@@ -106,17 +108,17 @@ def _alternatives(config: RunConfig, layout: Layout, available: int) -> Iterator
     """Changes of micro-batch, stage and tp on the same ranks that fit; the mildest of each first."""
     micro, stage, ranks = config.train.micro_batch, config.sharding.stage, layout.world
     micros = [m for m in range(micro, 0, -1) if micro % m == 0]
-    stages = range(stage, 4) if config.train.precision != "float64" else [stage]
+    fixed = config.train.precision == "float64" or config.sharding.engine == "none"
+    stages = [stage] if fixed else range(stage, 4)
     for tp in (t for t in tp_sizes(config.model, ranks) if t >= layout.tp):
         resized = Layout(dp=ranks // tp, tp=tp)
         numel = sum(math.prod(p.local_shape) for p in placements(config.model, resized, 0).values())
         for s, m in itertools.product(stages, micros):
             if config.train.global_batch % (resized.dp * m) or (s > stage and resized.dp == 1):
                 continue
-            engine = "deepspeed" if s else config.sharding.engine
             changed = config.model_copy(
                 update={
-                    "sharding": config.sharding.model_copy(update={"stage": s, "engine": engine}),
+                    "sharding": config.sharding.model_copy(update={"stage": s}),
                     "train": config.train.model_copy(update={"micro_batch": m}),
                 }
             )

@@ -83,7 +83,7 @@ def _kind(annotation: Any, field: FieldInfo) -> tuple[str, str]:
     if get_origin(annotation) is Literal:
         return "choice", "one of " + ", ".join(map(str, get_args(annotation)))
     if annotation in (int, float):
-        noun = "an integer" if annotation is int else "a finite number"
+        noun = "an integer" if annotation is int else "a number"
         return annotation.__name__, noun + _bounds(limits)
     if annotation is bool:
         return "bool", "true or false"

@@ -44,7 +44,8 @@ def load(recipe: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
         first = error.errors(include_url=False, include_context=False)[0]
         path = ".".join(map(str, first["loc"]))
         fix = "" if any(path == g or path.startswith(f"{g}.") for g in given) else f"change it in {recipe}"
-        raise ConfigError(path, first["input"], keys()[path].allowed, fix) from None
+        allowed = "must be finite" if first["type"] == "finite_number" else keys()[path].allowed
+        raise ConfigError(path, first["input"], allowed, fix) from None
 
 
 def dump(config: RunConfig) -> str:

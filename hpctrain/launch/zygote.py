@@ -153,6 +153,7 @@ def _rank(payload: bytes, rank: int, world: int, timeout_s: float, folder: Path)
             store = dist.FileStore(str(folder / "store"), world)  # type: ignore[attr-defined]
             timeout = datetime.timedelta(seconds=timeout_s)
             dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timeout)
+            dist.barrier()  # a rank that ends at once must not break the others' connecting
         function, args = cloudpickle.loads(payload)
         value = cloudpickle.dumps(function(*args))
         part = folder / f"{rank}.part"

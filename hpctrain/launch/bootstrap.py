@@ -21,7 +21,7 @@ from hpctrain.launch.rollcall import Arrival
 
 if TYPE_CHECKING:
     import torch
-    import torch.distributed as dist
+    from torch._C._distributed_c10d import Store
 
 FAREWELL_S = 20.0
 """How long rank 0 keeps the store for ranks that are still on their way out."""
@@ -47,7 +47,7 @@ class World:
     identity: Identity
     device: torch.device
     threads: int
-    store: dist.Store
+    store: Store
     seconds: dict[str, float]
 
 
@@ -81,7 +81,7 @@ def process_group(
     clock = _Clock()
     clock.done("import")
     place = _device(device, identity)
-    arrival = Arrival(identity.world, socket.gethostname(), tuple(_cpus()), _uuid(place))
+    arrival = Arrival(identity.world, socket.gethostname(), tuple(available_cpus()), _uuid(place))
     store, verdict = meet(identity, folder, arrival, timeout_s)
     clock.done("rendezvous")
     share = verdict.sharing[identity.rank]
@@ -92,7 +92,7 @@ def process_group(
     cuda = place.type == "cuda"
     dist.init_process_group(
         "nccl" if cuda else "gloo",
-        store=dist.PrefixStore("groups", store),
+        store=dist.PrefixStore("groups", store),  # type: ignore[attr-defined]
         rank=identity.rank,
         world_size=identity.world,
         timeout=datetime.timedelta(seconds=timeout_s),
@@ -119,7 +119,8 @@ class _Clock:
         self.seconds[phase], self._last = now - self._last, now
 
 
-def _cpus() -> list[int]:
+def available_cpus() -> list[int]:
+    """CPUs this process may run on."""
     if hasattr(os, "sched_getaffinity"):
         return sorted(os.sched_getaffinity(0))
     return list(range(os.cpu_count() or 1))
@@ -153,7 +154,7 @@ def _uuid(place: torch.device) -> str:
     return str(torch.cuda.get_device_properties(place).uuid) if place.type == "cuda" else ""
 
 
-def _report(error: BaseException, store: dist.Store, identity: Identity) -> PeerLost | None:
+def _report(error: BaseException, store: Store, identity: Identity) -> PeerLost | None:
     """Tell the others why this rank leaves, or find out why one of them left."""
     peer_gone = _is_lost_peer(error)
     with suppress(Exception):  # the store dies with rank 0
@@ -172,7 +173,7 @@ def _is_lost_peer(error: BaseException) -> bool:
     return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo/transport" in str(error))
 
 
-def _part(store: dist.Store, identity: Identity, folder: Path, timeout_s: float) -> None:
+def _part(store: Store, identity: Identity, folder: Path, timeout_s: float) -> None:
     """Take the group down; rank 0, which owns the store, is the last to go."""
     import torch.distributed as dist
 

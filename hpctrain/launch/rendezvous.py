@@ -24,7 +24,7 @@ from hpctrain.launch.identity import Identity
 from hpctrain.launch.rollcall import Arrival, Verdict, judge
 
 if TYPE_CHECKING:
-    import torch.distributed as dist
+    from torch._C._distributed_c10d import Store
 
 PROBE_S = 3.0
 """How long one address of rank 0 may take to answer."""
@@ -33,7 +33,7 @@ _KEY = "hpctrain/key"
 _MPI_BYTES = 4096
 
 
-def meet(identity: Identity, folder: Path, arrival: Arrival, timeout_s: float) -> tuple[dist.Store, Verdict]:
+def meet(identity: Identity, folder: Path, arrival: Arrival, timeout_s: float) -> tuple[Store, Verdict]:
     """Find the other ranks. Collective; returns on all ranks, or raises on all that came.
 
     Args:
@@ -51,10 +51,10 @@ def meet(identity: Identity, folder: Path, arrival: Arrival, timeout_s: float) -
     import torch.distributed as dist
 
     if identity.world == 1:
-        return dist.HashStore(), judge({0: arrival}, 1, 0.0)
+        return dist.HashStore(), judge({0: arrival}, 1, 0.0)  # type: ignore[attr-defined]
     deadline = time.monotonic() + timeout_s
     store = _named_store(identity, timeout_s) if identity.master else _own_store(identity, folder, deadline, timeout_s)
-    store = dist.PrefixStore(f"hpctrain/{identity.key}", store)
+    store = dist.PrefixStore(f"hpctrain/{identity.key}", store)  # type: ignore[attr-defined]
     return store, _roll_call(store, identity, arrival, deadline, timeout_s)
 
 
@@ -63,7 +63,7 @@ def rendezvous_file(folder: Path, identity: Identity) -> Path:
     return folder / "rendezvous" / f"{identity.key}.json"
 
 
-def _roll_call(store: dist.Store, identity: Identity, arrival: Arrival, deadline: float, timeout_s: float) -> Verdict:
+def _roll_call(store: Store, identity: Identity, arrival: Arrival, deadline: float, timeout_s: float) -> Verdict:
     rank, world = identity.rank, identity.world
     if store.add(f"seen/{rank}", 1) > 1:
         raise LaunchError(
@@ -112,16 +112,12 @@ def _until(condition: Callable[[], bool], deadline: float) -> bool:
     return True
 
 
-def _named_store(identity: Identity, timeout_s: float) -> dist.Store:
-    import torch.distributed as dist
-
+def _named_store(identity: Identity, timeout_s: float) -> Store:
     assert identity.master is not None
     host, port, hosted = identity.master
     serve = identity.rank == 0 and not hosted
     try:
-        return dist.TCPStore(
-            host, port, identity.world, serve, datetime.timedelta(seconds=timeout_s), wait_for_workers=False
-        )
+        return _tcp_store(host, port, identity.world, serve, timeout_s)
     except RuntimeError as error:
         what = "serve the store on" if serve else "reach the store on"
         raise LaunchError(
@@ -130,16 +126,20 @@ def _named_store(identity: Identity, timeout_s: float) -> dist.Store:
         ) from None
 
 
-def _own_store(identity: Identity, folder: Path, deadline: float, timeout_s: float) -> dist.Store:
+def _tcp_store(host: str, port: int, world: int, serve: bool, timeout_s: float) -> Store:
     import torch.distributed as dist
 
+    timeout = datetime.timedelta(seconds=timeout_s)
+    store: Store = dist.TCPStore(host, port, world, serve, timeout, wait_for_workers=False)  # type: ignore[attr-defined]
+    return store
+
+
+def _own_store(identity: Identity, folder: Path, deadline: float, timeout_s: float) -> Store:
     path = rendezvous_file(folder, identity)
-    store: dist.Store | None = None
+    store: Store | None = None
     note = ""
     if identity.rank == 0:
-        store = dist.TCPStore(
-            "127.0.0.1", 0, identity.world, True, datetime.timedelta(seconds=timeout_s), wait_for_workers=False
-        )
+        store = _tcp_store("127.0.0.1", 0, identity.world, True, timeout_s)
         store.set(_KEY, identity.key)
         note = json.dumps({"port": store.port, "hosts": _addresses(identity)})  # type: ignore[attr-defined]
         _publish(path, note)
@@ -202,10 +202,8 @@ def _read(path: Path) -> str | None:
     return None
 
 
-def _join(identity: Identity, text: str, timeout_s: float, tried: list[str]) -> dist.Store | None:
+def _join(identity: Identity, text: str, timeout_s: float, tried: list[str]) -> Store | None:
     """The store of this life of the job, or None where nobody, or somebody else, listens."""
-    import torch.distributed as dist
-
     try:
         where = json.loads(text)
         port, hosts = int(where["port"]), list(where["hosts"])
@@ -217,8 +215,7 @@ def _join(identity: Identity, text: str, timeout_s: float, tried: list[str]) -> 
         # TCPStore retries, with warnings, until its timeout: see first whether anybody listens.
         with suppress(OSError, RuntimeError):
             socket.create_connection((host, port), PROBE_S).close()
-            probe = datetime.timedelta(seconds=PROBE_S)
-            store = dist.TCPStore(host, port, identity.world, False, probe, wait_for_workers=False)
+            store = _tcp_store(host, port, identity.world, False, PROBE_S)
             if store.check([_KEY]) and store.get(_KEY).decode() == identity.key:
                 store.set_timeout(datetime.timedelta(seconds=timeout_s))
                 return store

@@ -27,6 +27,7 @@ class Mesh:
         tp, pp, dp, cp: one axis each.
         loss: dp x cp, over which losses, token counts and dense gradients are summed.
         model: pp x tp, the ranks that together hold one copy of the parameters.
+        alone: this rank only.
         meter: counters of this rank.
     """
 
@@ -40,14 +41,15 @@ class Mesh:
     cp: Axis
     loss: Axis
     model: Axis
+    alone: Axis
     meter: Meter
     _subgroups: dict[Ranks, Axis]
 
-    def replicas(self, placement: Placement) -> Axis:
-        """The ranks over which the parts of a parameter's gradient are summed inside autograd."""
-        if placement.replicas == self.tp.ranks:
-            return self.tp
-        return self._subgroups[placement.replicas]
+    def partial(self, placement: Placement) -> Axis:
+        """The ranks over which the parts of a parameter's gradient are summed inside autograd; often one."""
+        if not placement.partial_over:
+            return self.alone
+        return self.tp if placement.replicas == self.tp.ranks else self._subgroups[placement.replicas]
 
 
 def build_mesh(
@@ -83,16 +85,8 @@ def build_mesh(
     loss = axis("dp+cp", layout.groups("dp", "cp"))
     model = axis("pp+tp", layout.groups("pp", "tp"))
     world = axis("world", (tuple(range(size)),))
-    extra = [axis("tp", groups) for groups in subgroups]
+    extra = {a.ranks: a for a in (axis("tp", groups) for groups in subgroups)}
     alone = Axis("self", (rank,), 0, None, meter)
     return Mesh(
-        layout,
-        rank,
-        device,
-        world,
-        **views,
-        loss=loss,
-        model=model,
-        meter=meter,
-        _subgroups={(rank,): alone, **{a.ranks: a for a in extra}},
+        layout, rank, device, world, **views, loss=loss, model=model, alone=alone, meter=meter, _subgroups=extra
     )

@@ -1,0 +1,180 @@
+"""A decoder-only transformer. It knows nothing of parallelism.
+
+Every part may be missing, so that a pipeline stage is the same module with parts taken out. Head counts are
+read off the width of what the linears return, so that a rank with half the heads runs the same code.
+Parameter names and shapes are those of `hpctrain.layout.parameters.parameter_specs`.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from hpctrain.config.schema import ModelConfig
+from hpctrain.model.batch import Batch
+from hpctrain.model.loss import CrossEntropy
+from hpctrain.model.random import Dropout
+from hpctrain.model.rope import rotate, rotation
+
+
+class FanOut(nn.ModuleDict):
+    """Linears of one input, computed together. Returns their outputs in order."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        return tuple(linear(x) for linear in self.values())
+
+
+class Head(nn.Module):
+    """Hidden states to logits, with a weight of its own or, where it has none, the embedding's."""
+
+    def __init__(self, model: ModelConfig) -> None:
+        super().__init__()
+        weight = None if model.tied else nn.Parameter(torch.empty(model.vocab, model.hidden))
+        self.weight: nn.Parameter | None
+        self.register_parameter("weight", weight)
+
+    def forward(self, x: Tensor, tied: Tensor | None) -> Tensor:
+        return F.linear(x, present(self.weight, tied))
+
+
+def present(own: Tensor | None, tied: Tensor | None) -> Tensor:
+    """The weight a head uses: the tied one where it has none of its own."""
+    weight = own if tied is None else tied
+    assert weight is not None, "an untied head has a weight, a tied one is given the embedding's"
+    return weight
+
+
+class DotProductAttention(nn.Module):
+    """Causal softmax attention of `[batch, heads, seq, head_width]`; fewer key/value heads than query heads is GQA."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+        group = q.shape[1] // k.shape[1]
+        if group > 1:
+            k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None)
+
+
+class Attention(nn.Module):
+    """Multi-head attention with rotary or no position embedding."""
+
+    def __init__(self, model: ModelConfig) -> None:
+        super().__init__()
+        self.width = model.head_width
+        queries, keys = model.heads * self.width, model.kv * self.width
+        sizes = {"q": queries, "k": keys, "v": keys}
+        self.qkv = FanOut({n: nn.Linear(model.hidden, size, bias=model.bias) for n, size in sizes.items()})
+        self.core = DotProductAttention()
+        self.output: nn.Module = nn.Linear(queries, model.hidden, bias=model.bias)
+
+    def forward(self, x: Tensor, rope: tuple[Tensor, Tensor] | None, mask: Tensor | None) -> Tensor:
+        q, k, v = (t.unflatten(-1, (-1, self.width)).transpose(1, 2) for t in self.qkv(x))
+        if rope is not None:
+            q, k = rotate(q, *rope), rotate(k, *rope)
+        out: Tensor = self.output(self.core(q, k, v, mask).transpose(1, 2).flatten(2))
+        return out
+
+
+class Mlp(nn.Module):
+    """SwiGLU, or GELU without a gate."""
+
+    def __init__(self, model: ModelConfig) -> None:
+        super().__init__()
+        self.activation = model.activation
+        names = ("gate", "up") if model.gated else ("up",)
+        self.inputs = FanOut({n: nn.Linear(model.hidden, model.ffn_width, bias=model.bias) for n in names})
+        self.down: nn.Module = nn.Linear(model.ffn_width, model.hidden, bias=model.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.activation == "swiglu":
+            gate, up = self.inputs(x)
+            inner = F.silu(gate) * up
+        else:
+            (up,) = self.inputs(x)
+            inner = F.gelu(up, approximate="tanh" if self.activation == "gelu_tanh" else "none")
+        out: Tensor = self.down(inner)
+        return out
+
+
+def make_norm(model: ModelConfig) -> nn.Module:
+    """RMSNorm or LayerNorm over the hidden dim."""
+    if model.norm == "rmsnorm":
+        return nn.RMSNorm(model.hidden, eps=model.norm_eps)
+    return nn.LayerNorm(model.hidden, eps=model.norm_eps)
+
+
+class Layer(nn.Module):
+    """Attention and MLP, each normalised before and added to the residual after (pre-norm)."""
+
+    def __init__(self, model: ModelConfig, seed: int, index: int) -> None:
+        super().__init__()
+        self.attention_norm = make_norm(model)
+        self.attention = Attention(model)
+        self.attention_dropout = Dropout(model.dropout, seed, f"layers.{index}.attention")
+        self.mlp_norm = make_norm(model)
+        self.mlp = Mlp(model)
+        self.mlp_dropout = Dropout(model.dropout, seed, f"layers.{index}.mlp")
+
+    def forward(self, x: Tensor, rope: tuple[Tensor, Tensor] | None, mask: Tensor | None, samples: Tensor) -> Tensor:
+        x = x + self.attention_dropout(self.attention(self.attention_norm(x), rope, mask), samples)
+        out: Tensor = x + self.mlp_dropout(self.mlp(self.mlp_norm(x)), samples)
+        return out
+
+
+class Transformer(nn.Module):
+    """The whole model, from tokens to the sum of the losses of a batch.
+
+    Args:
+        model: its shape.
+        seed: of the run, for dropout.
+        loss: what turns logits and labels into a sum of losses.
+    """
+
+    def __init__(self, model: ModelConfig, seed: int = 0, loss: CrossEntropy | None = None) -> None:
+        super().__init__()
+        self.model = model
+        self.embedding: nn.Embedding = nn.Embedding(model.vocab, model.hidden)
+        self.positions = nn.Embedding(model.max_seq, model.hidden) if model.position == "learned" else None
+        self.dropout = Dropout(model.dropout, seed, "embedding")
+        self.layers = nn.ModuleDict({str(i): Layer(model, seed, i) for i in range(model.layers)})
+        self.norm = make_norm(model)
+        self.head = Head(model)
+        self.loss = loss or CrossEntropy()
+
+    def numbered_layers(self) -> list[tuple[int, Layer]]:
+        """The layers held, with their place in the whole model."""
+        return [(int(i), layer) for i, layer in self.layers.items() if isinstance(layer, Layer)]
+
+    def forward(self, batch: Batch) -> Tensor:
+        """Sum of the losses over the batch's valid tokens, a scalar."""
+        total: Tensor = self.loss(self.logits(batch.tokens, batch.documents, batch.samples), batch.labels)
+        return total
+
+    def logits(self, tokens: Tensor, documents: Tensor | None = None, samples: Tensor | None = None) -> Tensor:
+        """Logits [batch, seq, vocab].
+
+        Args:
+            tokens: [batch, seq] int64.
+            documents: [batch, seq]; attention stays within equal values. None: it does not stop.
+            samples: [batch] global sample counts, needed only where dropout is active.
+        """
+        samples = tokens.new_zeros(len(tokens)) if samples is None else samples
+        places = torch.arange(tokens.shape[1], device=tokens.device)
+        x = self.embedding(tokens)
+        if self.positions is not None:
+            x = x + self.positions(places)
+        x = self.dropout(x, samples)
+        rope = rotation(self.model, places, x.dtype) if self.model.position == "rope" else None
+        mask = None if documents is None else document_mask(documents)
+        for layer in self.layers.values():
+            x = layer(x, rope, mask, samples)
+        tied = self.embedding.weight if self.model.tied else None
+        out: Tensor = self.head(self.norm(x), tied)
+        return out
+
+
+def document_mask(documents: Tensor) -> Tensor:
+    """Which key each query may see: earlier or equal, and of the same document. [batch, 1, seq, seq] bool."""
+    seq = documents.shape[1]
+    causal = torch.ones(seq, seq, dtype=torch.bool, device=documents.device).tril()
+    return (documents[:, :, None] == documents[:, None, :]).logical_and_(causal)[:, None]

@@ -1,0 +1,93 @@
+"""From the plain model to the part of it that one rank runs. The order is the documentation."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from hpctrain.config.schema import RunConfig
+from hpctrain.layout.parameters import parameter_specs
+from hpctrain.layout.placement import Placement, placements
+from hpctrain.model.loss import CrossEntropy
+from hpctrain.model.random import initial_values
+from hpctrain.model.transformer import FanOut, Transformer
+from hpctrain.parallel.loss import VocabParallelCrossEntropy
+from hpctrain.parallel.mesh import Mesh
+from hpctrain.parallel.tensor import ColumnFanOut, ColumnHead, RowLinear, VocabParallelEmbedding
+
+Records = dict[str, Placement]
+
+
+def build_model(config: RunConfig, mesh: Mesh) -> tuple[Transformer, Records]:
+    """The part of the model that this rank runs, with initial values, in master precision, on its device.
+
+    Returns:
+        the module, and the placement of each of its parameters.
+    """
+    records = placements(config.model, mesh.layout, mesh.rank)
+    with torch.device("meta"):
+        loss = CrossEntropy(config.train.label_smoothing, config.train.z_loss)
+        model = Transformer(config.model, config.train.seed, loss)
+    parallelize(model, mesh, config, records)
+    initialize(model, config, records, mesh.device)
+    return model, records
+
+
+def parallelize(model: Transformer, mesh: Mesh, config: RunConfig, records: Records) -> None:
+    """Turn a plain model on the meta device into this rank's part of it, in place.
+
+    Order: cut every parameter to its box, tensor parallelism.
+    """
+    cut_parameters(model, records)
+    if mesh.tp.size > 1:
+        apply_tensor_parallelism(model, mesh, config.train.overlap, records)
+
+
+def cut_parameters(model: nn.Module, records: Records) -> None:
+    """Give every parameter the shape of this rank's box."""
+    for name, parameter in list(model.named_parameters()):
+        record = records[name]
+        assert tuple(parameter.shape) == record.global_shape, (name, parameter.shape, record.global_shape)
+        if record.local_shape != record.global_shape:
+            _set(model, name, torch.empty(record.local_shape, device="meta", dtype=parameter.dtype))
+
+
+def apply_tensor_parallelism(model: Transformer, mesh: Mesh, overlap: bool, records: Records) -> None:
+    """Swap the layers that now hold a part for ones that talk over tp."""
+
+    def column(prefix: str, fan: FanOut) -> ColumnFanOut:
+        replicas = tuple(mesh.partial(records[f"{prefix}.{name}.weight"]) for name in fan)
+        return ColumnFanOut(fan, mesh.tp, replicas, overlap)
+
+    start = records["embedding.weight"].boxes[0].start[0]
+    model.embedding = VocabParallelEmbedding(model.embedding, start, mesh.tp)  # type: ignore[assignment]
+    for index, layer in model.numbered_layers():
+        layer.attention.qkv = column(f"layers.{index}.attention.qkv", layer.attention.qkv)
+        layer.attention.output = RowLinear(_linear(layer.attention.output), mesh.tp)
+        layer.mlp.inputs = column(f"layers.{index}.mlp.inputs", layer.mlp.inputs)
+        layer.mlp.down = RowLinear(_linear(layer.mlp.down), mesh.tp)
+    model.head = ColumnHead(model.head, mesh.tp, mesh.alone, overlap)
+    model.loss = VocabParallelCrossEntropy(model.loss, start, model.model.vocab, mesh.tp)
+
+
+def initialize(model: nn.Module, config: RunConfig, records: Records, device: torch.device) -> None:
+    """Replace every parameter on the meta device by its initial values, in master precision."""
+    dtype = torch.float64 if config.train.precision == "float64" else torch.float32
+    specs = {spec.name: spec for spec in parameter_specs(config.model)}
+    for name, parameter in list(model.named_parameters()):
+        assert tuple(parameter.shape) == records[name].local_shape, name
+        values = torch.empty(parameter.shape, dtype=dtype, device=device)
+        for box in records[name].boxes:
+            window = tuple(slice(a, a + n) for a, n in zip(box.local, box.shape))
+            values[window].copy_(initial_values(specs[name], config.train.seed, box))
+        _set(model, name, values)
+
+
+def _linear(module: nn.Module) -> nn.Linear:
+    assert isinstance(module, nn.Linear), module
+    return module
+
+
+def _set(model: nn.Module, name: str, values: torch.Tensor) -> None:
+    path, _, leaf = name.rpartition(".")
+    model.get_submodule(path).register_parameter(leaf, nn.Parameter(values))

@@ -1,0 +1,155 @@
+"""Tensor-parallel layers (Shoeybi et al., arXiv 1909.08053). Activations between them are replicated over tp.
+
+Each takes over the parameters of the plain module it replaces, already cut to this rank's box.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from hpctrain.model.transformer import FanOut, Head, present
+from hpctrain.parallel.autograd import reduce_from
+from hpctrain.parallel.comm import Axis, Pending, all_reduce_, start_all_reduce_
+
+
+def _rows(x: Tensor) -> Tensor:
+    return x.reshape(-1, x.shape[-1])
+
+
+class _ColumnLinear(torch.autograd.Function):
+    """Linears of one replicated input whose outputs are sharded.
+
+    Backward sums the input's gradient over tp once for all of them, while the weights' gradients are computed.
+    Weights held by several ranks (key/value heads fewer than tp) get the sum over those.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: Axis, replicas: tuple[Axis, ...], overlap: bool, *params: Any) -> Any:
+        weights, biases = params[: len(replicas)], params[len(replicas) :]
+        ctx.axis, ctx.replicas, ctx.overlap = axis, replicas, overlap
+        ctx.save_for_backward(x, *weights)
+        return tuple(F.linear(x, w, b) for w, b in zip(weights, biases))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        x, *weights = ctx.saved_tensors
+        need_weight = ctx.needs_input_grad[4 : 4 + len(weights)]
+        need_bias = ctx.needs_input_grad[4 + len(weights) :]
+        pending: Pending | None = None
+        if ctx.needs_input_grad[0]:
+            grad_x = grads[0] @ weights[0]
+            for g, w in zip(grads[1:], weights[1:]):
+                grad_x += g @ w
+            pending = start_all_reduce_(grad_x, ctx.axis)
+            if not ctx.overlap:
+                pending.wait()
+        rows = _rows(x)
+        grad_w = [_rows(g).T @ rows if need else None for g, need in zip(grads, need_weight)]
+        grad_b = [_rows(g).sum(0) if need else None for g, need in zip(grads, need_bias)]
+        for grad, axis in zip((*grad_w, *grad_b), (*ctx.replicas, *ctx.replicas)):
+            if grad is not None:
+                all_reduce_(grad, axis)
+        return (pending.wait() if pending else None, None, None, None, *grad_w, *grad_b)
+
+
+class _RowLinear(torch.autograd.Function):
+    """A linear whose input is sharded and whose output is summed to be replicated. Backward sends nothing."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, axis: Axis) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return all_reduce_(F.linear(x, weight), axis)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        x, weight = ctx.saved_tensors
+        grad_x = grads[0] @ weight if ctx.needs_input_grad[0] else None
+        grad_w = _rows(grads[0]).T @ _rows(x) if ctx.needs_input_grad[1] else None
+        return grad_x, grad_w, None
+
+
+def column_linear(
+    x: Tensor,
+    axis: Axis,
+    replicas: tuple[Axis, ...],
+    overlap: bool,
+    weights: Sequence[Tensor],
+    biases: Sequence[Tensor | None],
+) -> tuple[Tensor, ...]:
+    """in: replicated over tp; out: sharded on the last dim, one tensor a weight."""
+    return _ColumnLinear.apply(x, axis, replicas, overlap, *weights, *biases)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def row_linear(x: Tensor, weight: Tensor, axis: Axis) -> Tensor:
+    """in: sharded on the last dim; out: replicated over tp."""
+    return _RowLinear.apply(x, weight, axis)  # type: ignore[no-any-return, no-untyped-call]
+
+
+class ColumnFanOut(FanOut):
+    """`FanOut` with the output features of each linear sharded over tp.
+
+    Args:
+        fan: the linears, cut.
+        axis: tp.
+        replicas: for each linear the ranks that hold the same features.
+        overlap: reduce the input's gradient beside the weights' gradients.
+    """
+
+    def __init__(self, fan: FanOut, axis: Axis, replicas: tuple[Axis, ...], overlap: bool) -> None:
+        super().__init__(dict(fan.items()))
+        self.axis, self.replicas, self.overlap = axis, replicas, overlap
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        linears = [linear for linear in self.values() if isinstance(linear, nn.Linear)]
+        weights, biases = [linear.weight for linear in linears], [linear.bias for linear in linears]
+        return column_linear(x, self.axis, self.replicas, self.overlap, weights, biases)
+
+
+class RowLinear(nn.Module):
+    """`nn.Linear` with the input features sharded over tp; its bias is added once, after the sum."""
+
+    def __init__(self, linear: nn.Linear, axis: Axis) -> None:
+        super().__init__()
+        self.weight, self.bias, self.axis = linear.weight, linear.bias, axis
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = row_linear(x, self.weight, self.axis)
+        return out if self.bias is None else out + self.bias
+
+
+class VocabParallelEmbedding(nn.Module):
+    """`nn.Embedding` with the vocabulary sharded over tp, unevenly where it does not divide.
+
+    Args:
+        embedding: the module replaced, cut.
+        start: first token id of this rank.
+        axis: tp.
+    """
+
+    def __init__(self, embedding: nn.Embedding, start: int, axis: Axis) -> None:
+        super().__init__()
+        self.weight, self.start, self.axis = embedding.weight, start, axis
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        local = tokens - self.start
+        elsewhere = (local < 0) | (local >= self.weight.shape[0])
+        found = F.embedding(local.masked_fill(elsewhere, 0), self.weight)
+        return reduce_from(found.masked_fill(elsewhere[..., None], 0.0), self.axis)
+
+
+class ColumnHead(Head):
+    """`Head` whose logits are sharded over the vocabulary."""
+
+    def __init__(self, head: Head, axis: Axis, alone: Axis, overlap: bool) -> None:
+        nn.Module.__init__(self)
+        self.register_parameter("weight", head.weight)
+        self.axis, self.alone, self.overlap = axis, alone, overlap
+
+    def forward(self, x: Tensor, tied: Tensor | None) -> Tensor:
+        weight = present(self.weight, tied)
+        return column_linear(x, self.axis, (self.alone,), self.overlap, [weight], [None])[0]

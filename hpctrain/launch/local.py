@@ -158,7 +158,7 @@ def _stop(supervisor: subprocess.Popen[bytes] | None) -> None:
     try:
         if supervisor.stdin is not None:
             supervisor.stdin.close()
-        supervisor.wait(timeout=3 * GRACE_S)
+        supervisor.wait(timeout=4 * GRACE_S)
     except BaseException as error:
         supervisor.kill()  # the kernel kills its ranks
         supervisor.wait()

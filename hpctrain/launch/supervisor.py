@@ -22,7 +22,7 @@ from pathlib import Path
 
 from submitit.local.local import Controller
 
-GRACE_S = 3.0
+GRACE_S = 2.0
 """From the first failure to SIGTERM for the others, and from there to SIGKILL."""
 
 TICK_S = 0.03

@@ -29,7 +29,7 @@ import cloudpickle
 from hpctrain.errors import LaunchError
 from hpctrain.launch.process import die_with_parent, exit_now, how_it_ended
 
-GRACE_S = 5.0
+GRACE_S = 3.0
 """How long the other ranks may go on after one has failed."""
 
 
@@ -81,7 +81,7 @@ class Zygote:
                 ours.close()
                 _serve(connection.Connection(theirs.detach()), imports)
                 status = 0
-            except BaseException:
+            except Exception:
                 traceback.print_exc()
             finally:
                 exit_now(status)

@@ -180,10 +180,12 @@ def _part(store: Store, identity: Identity, folder: Path, timeout_s: float) -> N
     dist.destroy_process_group()
     if identity.world == 1:
         return
-    left = store.add("left", 1)
-    if identity.rank == 0:
-        deadline = time.monotonic() + min(timeout_s, FAREWELL_S)
-        while left < identity.world and time.monotonic() < deadline:
-            time.sleep(0.01)
-            left = store.add("left", 0)
+    if identity.rank != 0:
+        with suppress(RuntimeError):  # rank 0 may have waited long enough
+            store.add("left", 1)
+        return
+    deadline = time.monotonic() + min(timeout_s, FAREWELL_S)
+    while store.add("left", 0) < identity.world - 1 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    with suppress(OSError):
         rendezvous_file(folder, identity).unlink(missing_ok=True)

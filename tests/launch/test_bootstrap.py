@@ -1,6 +1,7 @@
 """A rank's process group: how it comes up, what its peers see when it fails, and torchrun end to end."""
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -141,7 +142,7 @@ def test_peers_of_a_failed_rank_see_it_within_seconds(ranks, tmp_path, how, stat
 def test_absent_gpu_is_a_sentence(tmp_path, monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     with (
-        pytest.raises(LaunchError, match="cluster.device=cuda, but torch sees no GPU"),
+        pytest.raises(LaunchError, match=r"cluster.device=cuda, but torch sees no GPU"),
         process_group(ALONE, tmp_path, "cuda"),
     ):
         pass
@@ -153,7 +154,7 @@ def test_device_is_chosen_by_local_rank(monkeypatch):
     monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     assert bootstrap._device("auto", Identity(5, 8, 1, 4, "srun", "k")) == torch.device("cuda", 1) == chosen[0]
-    with pytest.raises(LaunchError, match="number 4 on .*, which has 4 visible GPUs"):
+    with pytest.raises(LaunchError, match=r"number 4 on .*, which has 4 visible GPUs"):
         bootstrap._device("auto", Identity(4, 8, 4, 8, "srun", "k"))
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)  # the launcher shows each rank its own
     assert bootstrap._device("cuda", Identity(4, 8, 4, 8, "srun", "k")) == torch.device("cuda", 0)
@@ -184,7 +185,7 @@ from hpctrain.launch.identity import detect
 me = detect(os.environ)
 with process_group(me, Path(sys.argv[1]), "cpu", 60.0) as world:
     t = torch.tensor([me.rank + 1.0]); dist.all_reduce(t)
-    Path(sys.argv[1], f"{me.rank}.out").write_text(f"{me.source} {me.world} {me.master.hosted} {t.item()}")
+    Path(sys.argv[1], f"{me.rank}.out").write_text(f"{me.source} {me.world} {me.master and me.master.hosted} {t.item()}")
 """
 
 
@@ -196,3 +197,31 @@ def test_torchrun_end_to_end(tmp_path):
     assert done.returncode == 0, done.stderr.decode()
     assert [(tmp_path / f"{r}.out").read_text() for r in range(2)] == ["torchrun 2 True 3.0"] * 2
     assert not rendezvous_file(tmp_path, ALONE).parent.exists()
+
+
+MPI_SCRIPT = """
+import hpctrain.launch.rendezvous as rendezvous
+from mpi4py import MPI
+rendezvous._read = lambda path: None  # what the file says must not be needed
+"""
+
+
+def test_mpirun_end_to_end(tmp_path):
+    mpirun = shutil.which("mpirun")
+    if mpirun is None:
+        pytest.skip("there is no mpirun on PATH")
+    (tmp_path / "job.py").write_text("import mpi4py; mpi4py.rc.initialize = False" + MPI_SCRIPT + SCRIPT)
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
+    env |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    run = [mpirun, "-n", "2", *(["--oversubscribe"] if "Open MPI" in _version(mpirun) else [])]
+    done = subprocess.run(
+        [*run, sys.executable, str(tmp_path / "job.py"), str(tmp_path)], env=env, capture_output=True, timeout=120
+    )
+    if b"cannot load MPI library" in done.stderr:
+        pytest.skip("mpi4py finds no MPI library; MPI4PY_LIBMPI names one")
+    assert done.returncode == 0, done.stderr.decode()
+    assert [(tmp_path / f"{r}.out").read_text() for r in range(2)] == ["mpirun 2 None 3.0"] * 2
+
+
+def _version(mpirun):
+    return subprocess.run([mpirun, "--version"], capture_output=True, text=True, timeout=30).stdout

@@ -65,7 +65,7 @@ OF_OPENMPI = Identity(2, 4, 0, 2, "mpirun", "mpirun-prterun-a-12+1", mpi="pmix")
         (HYDRA, Identity(3, 4, 1, 2, "mpirun", "mpirun", mpi="pmi")),
         (SUBMITIT, OF_SUBMITIT),
     ],
-    ids="nobody torchrun by-hand one-by-hand srun requeued pmix openmpi hydra submitit".split(),
+    ids=["nobody", "torchrun", "by-hand", "one-by-hand", "srun", "requeued", "pmix", "openmpi", "hydra", "submitit"],
 )
 def test_each_launcher(env, expected):
     assert detect(env) == expected
@@ -81,7 +81,7 @@ def test_each_launcher(env, expected):
         {**ALLOCATION, "SLURM_STEP_ID": str(0xFFFFFFFA), "SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1"},
         {**ALLOCATION, "SLURM_STEP_ID": "0", "SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1", "SLURM_PTY_PORT": "1"},
     ],
-    ids="ntasks salloc batch batch-step interactive-step pty-shell".split(),
+    ids=["ntasks", "salloc", "batch", "batch-step", "interactive-step", "pty-shell"],
 )
 def test_a_job_without_a_task_is_not_a_rank(env):
     assert detect(env) is None
@@ -100,10 +100,17 @@ def test_a_job_without_a_task_is_not_a_rank(env):
         ({**STEP, "PMI_RANK": "3", "PMI_SIZE": "4"}, Identity(3, 4, 1, 2, "srun", "slurm-77-3-0", mpi="pmi")),
         ({**STEP, "WORLD_SIZE": "4"}, OF_STEP),
     ],
-    ids=(
-        "torchrun-in-srun submitit-in-srun submitit-in-salloc submitit-in-batch torchrun-in-mpirun openmpi-by-srun "
-        "hydra-by-srun srun-pmi2 world-size-exported"
-    ).split(),
+    ids=[
+        "torchrun-in-srun",
+        "submitit-in-srun",
+        "submitit-in-salloc",
+        "submitit-in-batch",
+        "torchrun-in-mpirun",
+        "openmpi-by-srun",
+        "hydra-by-srun",
+        "srun-pmi2",
+        "world-size-exported",
+    ],
 )
 def test_the_innermost_launcher_decides(env, expected):
     assert detect(env) == expected

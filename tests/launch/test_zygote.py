@@ -1,5 +1,6 @@
 """Ranks forked by the warm parent, and what is left when something dies."""
 
+import contextlib
 import os
 import signal
 import time
@@ -42,7 +43,7 @@ def fail(rank):
 
 
 def test_failed_rank_is_named(ranks):
-    with pytest.raises(RankFailure, match="on purpose") as caught:
+    with pytest.raises(RankFailure, match=r"on purpose") as caught:
         ranks(2, fail, 1)
     assert caught.value.ranks[0] == 1
 
@@ -53,7 +54,7 @@ def sleep():
 
 def test_late_rank_is_killed(ranks):
     start = time.monotonic()
-    with pytest.raises(RankFailure, match="rank 0: did not end in time"):
+    with pytest.raises(RankFailure, match=r"rank 0: did not end in time"):
         ranks(1, sleep, timeout_s=0.5)
     assert time.monotonic() - start < 20
 
@@ -66,7 +67,7 @@ def die(rank):
 
 
 def test_dead_rank_is_named_before_those_that_lost_it(ranks):
-    with pytest.raises(RankFailure, match="^rank 1: was killed by SIGKILL") as caught:
+    with pytest.raises(RankFailure, match=r"^rank 1: was killed by SIGKILL") as caught:
         ranks(2, die, 1)
     assert caught.value.ranks[0] == 1
 
@@ -171,10 +172,8 @@ def interrupted():
     zygote = Zygote(imports=())
     signal.signal(signal.SIGALRM, interrupt)
     signal.setitimer(signal.ITIMER_REAL, 0.3)
-    try:
+    with contextlib.suppress(Interrupt):
         zygote.run(time.sleep, 0, 0.6)
-    except Interrupt:
-        pass
     time.sleep(0.6)
     answers = [zygote.run(abs, 0, -7), zygote.run(abs, 0, -8)]
     zygote.close()

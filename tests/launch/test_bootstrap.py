@@ -185,7 +185,7 @@ from hpctrain.launch.identity import detect
 me = detect(os.environ)
 with process_group(me, Path(sys.argv[1]), "cpu", 60.0) as world:
     t = torch.tensor([me.rank + 1.0]); dist.all_reduce(t)
-    Path(sys.argv[1], f"{me.rank}.out").write_text(f"{me.source} {me.world} {me.master and me.master.hosted} {t.item()}")
+    Path(sys.argv[1], f"{me.rank}.out").write_text(f"{me.source} {me.world} {me.master and me.master[2]} {t.item()}")
 """
 
 

@@ -59,7 +59,7 @@ def fake_python(folder: Path, body: str) -> str:
     [
         (None, "is not there; on Debian or Ubuntu: apt-get install python3 python3-venv"),
         ('if [ "$1" = -V ]; then echo Python 3.9.2; else exit 1; fi', "is Python 3.9.2, and hpctrain needs 3.10"),
-        ('case "$2" in *version_info*) exit 0;; *) exit 1;; esac', "apt-get install python3-venv"),
+        ('case "$2" in *ensurepip*) exit 1;; esac', "apt-get install python3-venv"),
     ],
 )
 def test_what_is_missing_is_named(tmp_path: Path, body: str | None, sentence: str) -> None:

@@ -113,7 +113,7 @@ def evaluate(session: Session, progress: Progress, sinks: Sinks) -> float | None
             totals[1] += micro_batch.valid_tokens
     loss_sum, tokens = all_reduce(totals, mesh.loss).tolist()
     loss, seconds = loss_sum / max(tokens, 1), time.perf_counter() - began
-    metrics = EvalMetrics(progress.step, loss, int(tokens), seconds, session.corpus.header.unigram_entropy)
+    metrics = EvalMetrics(progress.step, loss, int(tokens), seconds, session.corpus.header.entropy)
     sinks.write(metrics.record())
     return float(loss)
 

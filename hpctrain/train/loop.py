@@ -52,13 +52,14 @@ def train(session: Session, progress: Progress, sinks: Sinks) -> float | None:
             skipped_in_a_row = skipped_in_a_row + 1 if result.skipped else 0
             if result.skipped:
                 progress.skipped += 1
-                sinks.write(event("skip", progress.step, _culprits(session, loss_sum)))
-            if skipped_in_a_row == settings.max_skipped:
-                raise TrainError(
-                    f"{skipped_in_a_row} steps in a row up to step {progress.step} were not finite "
-                    f"({_culprits(session, loss_sum)}): lower optimizer.lr, or look at the data from sample "
-                    f"{progress.samples - skipped_in_a_row * settings.global_batch} on."
-                )
+                reason = _culprits(session, loss_sum)
+                sinks.write(event("skip", progress.step, reason))
+                if skipped_in_a_row == settings.max_skipped:
+                    raise TrainError(
+                        f"{skipped_in_a_row} steps in a row up to step {progress.step} were not finite ({reason}): "
+                        f"lower optimizer.lr, or look at the data from sample "
+                        f"{progress.samples - skipped_in_a_row * settings.global_batch} on."
+                    )
 
             if progress.step % settings.log_every == 0 or progress.step in (1, settings.steps):
                 loss = all_reduce(loss_sum, session.mesh.loss).item() / max(valid_tokens, 1)

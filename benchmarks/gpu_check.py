@@ -1,6 +1,6 @@
 """`make test-gpu`: what only a CUDA machine can tell, in at most eight minutes and without internet.
 
-Runs the tests marked `gpu`, then trains a Llama of 1.2 billion parameters on one GPU with the driver itself,
+Runs the tests marked `gpu`, then trains a Llama of one billion parameters on one GPU with the driver itself,
 and prints what came out as JSON: tokens/s, MFU in both definitions, peak memory, losses.
 
     python -m benchmarks.gpu_check [--out FILE] [--steps 30] [--seq 4096] [--micro-batch 2]

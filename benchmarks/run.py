@@ -43,7 +43,8 @@ def machine() -> str:
             break
     import torch
 
-    return f"{len(os.sched_getaffinity(0))} cores of {model}, Python {platform.python_version()}, torch {torch.__version__}"
+    cores = len(os.sched_getaffinity(0))
+    return f"{cores} cores of {model}, Python {platform.python_version()}, torch {torch.__version__}"
 
 
 def rows(results: dict[str, Any]) -> list[tuple[str, str, str, str]]:

@@ -6,8 +6,13 @@ import os
 import sys
 import threading
 import time
+from typing import TYPE_CHECKING
 
 import click
+
+if TYPE_CHECKING:
+    from hpctrain.config.schema import RunConfig
+    from hpctrain.train.run import Summary
 
 
 @click.command(epilog="Example: hpctrain train gpt-tiny parallel.tp=2 sharding.stage=1 train.steps=100")
@@ -38,7 +43,7 @@ def _as_rank(settings: dict[str, object]) -> None:
         _show(summary)
 
 
-def _on_this_machine(config):  # type: ignore[no-untyped-def]
+def _on_this_machine(config: RunConfig) -> None:
     from hpctrain.config.validate import validate
     from hpctrain.errors import ConfigError
     from hpctrain.launch.local import run_local
@@ -79,7 +84,7 @@ def _iso(seconds: float) -> str:
     return datetime.datetime.fromtimestamp(seconds, datetime.timezone.utc).isoformat(timespec="microseconds")
 
 
-def _show(summary) -> None:  # type: ignore[no-untyped-def]
+def _show(summary: Summary) -> None:
     if summary.steps_now == 0:
         print(f"all {summary.steps} steps were done already; a longer train.steps continues this run")
     if summary.loss is not None:

@@ -8,11 +8,13 @@ import time
 import torch
 from torch import Tensor
 
+from hpctrain.config.schema import RunConfig
 from hpctrain.data.prefetch import Prefetch
 from hpctrain.errors import TrainError
 from hpctrain.model.batch import Batch
 from hpctrain.parallel.comm import all_reduce, gather_objects
-from hpctrain.sharding.engine import StepResult
+from hpctrain.parallel.mesh import Mesh
+from hpctrain.sharding.engine import Engine, StepResult
 from hpctrain.telemetry.memory import peak_memory
 from hpctrain.telemetry.metrics import EvalMetrics, StepMetrics, StepTime, event
 from hpctrain.telemetry.sinks import Sinks
@@ -41,9 +43,9 @@ def train(session: Session, progress: Progress, sinks: Sinks) -> float | None:
     with Prefetch(session.training.stream(progress.samples), config.data.prefetch) as batches:
         while progress.step < settings.steps:
             with meter.phase("data"):
-                batch = next(batches).to(session.mesh.device)
+                batch = next(batches)
             lr = learning_rate(config.optimizer, settings, progress.step)
-            loss_sum, valid_tokens, result = train_step(session, batch, lr)
+            loss_sum, valid_tokens, result = train_step(config, session.mesh, session.engine, batch, lr)
 
             progress.step += 1
             progress.samples += settings.global_batch
@@ -52,13 +54,14 @@ def train(session: Session, progress: Progress, sinks: Sinks) -> float | None:
             skipped_in_a_row = skipped_in_a_row + 1 if result.skipped else 0
             if result.skipped:
                 progress.skipped += 1
-                sinks.write(event("skip", progress.step, _culprits(session, loss_sum)))
-            if skipped_in_a_row == settings.max_skipped:
-                raise TrainError(
-                    f"{skipped_in_a_row} steps in a row up to step {progress.step} were not finite "
-                    f"({_culprits(session, loss_sum)}): lower optimizer.lr, or look at the data from sample "
-                    f"{progress.samples - skipped_in_a_row * settings.global_batch} on."
-                )
+                reason = _culprits(session, loss_sum)
+                sinks.write(event("skip", progress.step, reason))
+                if skipped_in_a_row == settings.max_skipped:
+                    raise TrainError(
+                        f"{skipped_in_a_row} steps in a row up to step {progress.step} were not finite ({reason}): "
+                        f"lower optimizer.lr, or look at the data from sample "
+                        f"{progress.samples - skipped_in_a_row * settings.global_batch} on."
+                    )
 
             if progress.step % settings.log_every == 0 or progress.step in (1, settings.steps):
                 loss = all_reduce(loss_sum, session.mesh.loss).item() / max(valid_tokens, 1)
@@ -76,21 +79,22 @@ def train(session: Session, progress: Progress, sinks: Sinks) -> float | None:
     return evaluated
 
 
-def train_step(session: Session, batch: Batch, lr: float) -> tuple[Tensor, int, StepResult]:
+def train_step(
+    config: RunConfig, mesh: Mesh, engine: Engine, batch: Batch, lr: float
+) -> tuple[Tensor, int, StepResult]:
     """One optimizer step over this rank's part of a global batch.
 
     Returns:
         this rank's sum of losses; valid tokens of the whole global batch; the engine's result.
     """
-    mesh, meter, engine = session.mesh, session.mesh.meter, session.engine
-    micro_batches = batch.split(session.config.train.micro_batch)
+    meter, micro_batches = mesh.meter, batch.split(config.train.micro_batch)
     valid = torch.tensor([batch.valid_tokens], dtype=torch.int64, device=mesh.device)
     valid_tokens = int(all_reduce(valid, mesh.loss).item())
     engine.begin_step(valid_tokens, len(micro_batches))
     loss_sum = torch.zeros((), dtype=torch.float64, device=mesh.device)
     for micro_batch in micro_batches:
         with meter.phase("forward"):
-            ticket = engine.forward(0, micro_batch)
+            ticket = engine.forward(0, micro_batch.to(mesh.device))
             loss_sum += ticket.output.detach()
         with meter.phase("backward"):
             engine.backward(ticket)
@@ -108,12 +112,12 @@ def evaluate(session: Session, progress: Progress, sinks: Sinks) -> float | None
     totals = torch.zeros(2, dtype=torch.float64, device=mesh.device)
     rounds = min(settings.eval_batches, math.ceil(data.samples / settings.global_batch))
     for i in range(rounds):
-        for micro_batch in data.batch(i * settings.global_batch).to(mesh.device).split(settings.micro_batch):
-            totals[0] += session.engine.evaluate(0, micro_batch)
+        for micro_batch in data.batch(i * settings.global_batch).split(settings.micro_batch):
+            totals[0] += session.engine.evaluate(0, micro_batch.to(mesh.device))
             totals[1] += micro_batch.valid_tokens
     loss_sum, tokens = all_reduce(totals, mesh.loss).tolist()
     loss, seconds = loss_sum / max(tokens, 1), time.perf_counter() - began
-    metrics = EvalMetrics(progress.step, loss, int(tokens), seconds, session.corpus.header.unigram_entropy)
+    metrics = EvalMetrics(progress.step, loss, int(tokens), seconds, session.corpus.header.entropy)
     sinks.write(metrics.record())
     return float(loss)
 

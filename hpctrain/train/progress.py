@@ -93,7 +93,7 @@ def _check_corpus(session: Session, found: Found) -> None:
     if before != now:
         raise DataError(
             f"Corpus {session.corpus.path} was made with tokenizer {session.corpus.header.tokenizer} and "
-            f"checkpoint {found.path} was trained with {found.extra['corpus']['tokenizer']}: use a corpus of that tokenizer."
+            f"checkpoint {found.path} was trained with {found.extra['corpus']['tokenizer']}: use a corpus of the latter."
         )
 
 

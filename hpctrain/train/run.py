@@ -70,9 +70,7 @@ def rank_main(settings: dict[str, Any], console: bool) -> Summary:
         finally:
             sinks.close()
             session.engine.close()
-        summary = Summary(
-            config.run_folder, progress.step, progress.step - before, loss, session.corpus.header.unigram_entropy
-        )
+        summary = Summary(config.run_folder, progress.step, progress.step - before, loss, session.corpus.header.entropy)
         if identity.rank == 0:
             loss_curve(config.run_folder / METRICS_FILE, config.run_folder / "loss.png", summary.unigram_entropy)
     return summary

@@ -8,7 +8,7 @@ import torch
 
 from hpctrain.config.schema import RunConfig
 from hpctrain.data.batches import Batches
-from hpctrain.data.corpus import Corpus, check_vocabulary
+from hpctrain.data.corpus import Corpus, Split, check_vocabulary
 from hpctrain.layout.layout import Layout
 from hpctrain.layout.memory import check_memory
 from hpctrain.layout.placement import replica_groups
@@ -62,19 +62,25 @@ def open_session(config: RunConfig, device: torch.device, world: int) -> Session
     mesh = build_mesh(layout, device, replica_groups(config.model, layout), config.cluster.timeout_s)
     check_memory(config, layout, _memory_of_a_rank(mesh, config))
     training, validation = corpus.split(config.data.validation if config.train.eval_batches else 0.0)
-    reading = dict(
-        global_batch=config.train.global_batch,
-        rank=mesh.dp.index,
-        size=mesh.dp.size,
-        document_mask=config.data.document_mask,
-    )
+
+    def read(split: Split, seed: int | None) -> Batches:
+        return Batches(
+            split,
+            config.data.seq,
+            seed=seed,
+            global_batch=config.train.global_batch,
+            rank=mesh.dp.index,
+            size=mesh.dp.size,
+            document_mask=config.data.document_mask,
+        )
+
     model, records = build_model(config, mesh)
     return Session(
         config=config,
         mesh=mesh,
         engine=build_engine([model], records, mesh, config),
-        training=Batches(training, config.data.seq, seed=config.train.seed, **reading),
-        validation=Batches(validation, config.data.seq, seed=None, **reading) if validation else None,
+        training=read(training, config.train.seed),
+        validation=read(validation, None) if validation else None,
         corpus=corpus,
         throughput=_throughput(config, mesh),
     )
@@ -84,7 +90,7 @@ def _memory_of_a_rank(mesh: Mesh, config: RunConfig) -> int:
     """Bytes one rank may use: its device's, or its share of the host's."""
     available = available_memory(mesh.device).bytes
     sharing = 1 if mesh.device.type == "cuda" else min(config.cluster.gpus_per_node, mesh.world.size)
-    return min(int(a) for a in gather_objects(available // sharing, mesh.world))  # type: ignore[call-overload]
+    return min(gather_objects(available // sharing, mesh.world))
 
 
 def _throughput(config: RunConfig, mesh: Mesh) -> Throughput:

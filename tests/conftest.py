@@ -15,7 +15,13 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 from hpctrain.launch.zygote import Zygote
 
 PARENT = Zygote(
-    imports=("torch", "torch.distributed", "h5py", "hpctrain.parallel.parallelize", "hpctrain.sharding.none.engine")
+    imports=(
+        "torch._dynamo",
+        "torch.distributed",
+        "h5py",
+        "hpctrain.parallel.parallelize",
+        "hpctrain.sharding.none.engine",
+    )
 )
 """Forked here, before anything in this process imports torch or computes."""
 

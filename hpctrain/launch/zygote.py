@@ -241,3 +241,4 @@ def _join(request: _Request, rank: int, folder: Path) -> None:
     store = dist.FileStore(str(folder / "store"), world)  # type: ignore[attr-defined]
     timeout = datetime.timedelta(seconds=request.timeout_s)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timeout)
+    dist.barrier()  # a rank that ends at once must not break the others' connecting

@@ -14,7 +14,7 @@ from hpctrain.data.order import shuffled
 from hpctrain.model.batch import IGNORED, Batch
 
 AHEAD = 4096
-"""Samples whose order is computed together: a permutation costs as much for thousands as for ten."""
+"""Samples whose order is computed together, within an epoch: a thousand cost little more than ten."""
 
 
 class Batches:
@@ -86,7 +86,8 @@ class Batches:
         """Windows of this rank's part of a global batch, [local]."""
         step, off = divmod(sample - self._ahead_from, self._global)
         if off or not 0 <= step < len(self._ahead):
-            starts = sample + self._first + self._global * np.arange(max(1, AHEAD // self._local))
+            steps = max(1, min(AHEAD // self._local, self.samples // self._global))
+            starts = sample + self._first + self._global * np.arange(steps)
             counts = starts[:, None] + np.arange(self._local)
             if self._seed is None:
                 self._ahead = counts % self.samples

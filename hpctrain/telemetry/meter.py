@@ -67,6 +67,9 @@ class Meter:
         traffic = self.traffic[operation, axis]
         traffic.calls += 1
         traffic.bytes += size
+        if self.tracing:
+            now = time.perf_counter()
+            self.events.append(Event(f"sent {operation}[{axis}]", now, now))
 
     def waited(self, operation: str, axis: str, start: float) -> None:
         """Add the time since `start` to what was waited for a collective."""

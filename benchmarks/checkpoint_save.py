@@ -1,6 +1,6 @@
 """How fast a checkpoint is saved, beside the limit and beside PyTorch's own.
 
-    python benchmarks/checkpoint_save.py --folder /scratch/$USER --mib 512 --ranks 2 --json
+    python -m benchmarks.checkpoint_save --folder /scratch/$USER --mib 512 --ranks 2
 
 Every rank holds its share of one state, `tensors` equal float32 tensors cut along dim 0. In every round all
 contenders save it once, in turn, so that a busy disk is busy for all of them:
@@ -10,7 +10,7 @@ contenders save it once, in turn, so that a busy disk is busy for all of them:
     dcp    torch.distributed.checkpoint.save of DTensors, with its default sync_files=True
 
 A round's time is that of the slowest rank, from a barrier. Reported are medians over rounds, and medians of
-the rounds' ratios to `raw`. The first round is not counted.
+the rounds' ratios to `raw`, as JSON. The first round is not counted.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from hpctrain.launch.zygote import Zygote
 
@@ -32,13 +33,12 @@ TENSORS = 16
 
 
 def main() -> None:
-    """Run the rounds and print the medians."""
+    """Run the rounds and print JSON."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()), help="on the disk to measure")
     parser.add_argument("--mib", type=int, default=512, help="size of the state over all ranks, MiB")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     folder = Path(tempfile.mkdtemp(prefix="hpctrain-bench-", dir=options.folder))
     zygote = Zygote(
@@ -49,7 +49,7 @@ def main() -> None:
     finally:
         zygote.close()
         shutil.rmtree(folder, ignore_errors=True)
-    report(times, options)
+    print(json.dumps(report(times, options), indent=1))
 
 
 def measure(folder: Path, mib: int, rounds: int) -> dict[str, list[float]]:
@@ -135,28 +135,24 @@ def dcp(shards: list, world: int) -> Callable[[Path], None]:
     return lambda target: checkpoint.save(state, checkpoint_id=target) and None
 
 
-def report(times: dict[str, list[float]], options: argparse.Namespace) -> None:
-    """Print medians and ratios."""
-    ratio = {
-        name: statistics.median(raw / own for raw, own in zip(times["raw"], times[name])) for name in CONTENDERS[1:]
-    }
+def report(times: dict[str, list[float]], options: argparse.Namespace) -> dict[str, Any]:
+    """Medians, ratios to `raw`, and rows for a table: what, figure, beside, ratio."""
     seconds = {name: statistics.median(times[name]) for name in CONTENDERS}
-    mb = options.mib * (1 << 20) / 1e6
-    result = {
+    ratio = {n: statistics.median(raw / own for raw, own in zip(times["raw"], times[n])) for n in CONTENDERS}
+    rate = {name: (options.mib << 20) / 1e6 / s for name, s in seconds.items()}
+    what = f"checkpoint save, {options.mib} MiB over {options.ranks} ranks"
+    limit = f"raw write and fsync: {rate['raw']:,.0f} MB/s"
+    return {
         "mib": options.mib,
         "ranks": options.ranks,
-        "rounds": options.rounds,
         "seconds": seconds,
-        "MB/s": {name: mb / s for name, s in seconds.items()},
-        "of_raw": ratio,
-        "all_seconds": times,
+        "ratio_to_raw": ratio,
+        "rounds": times,
+        "rows": [
+            (what, f"{rate['ours']:,.0f} MB/s", limit, f"{ratio['ours']:.2f}"),
+            (f"{what}, torch.distributed.checkpoint", f"{rate['dcp']:,.0f} MB/s", limit, f"{ratio['dcp']:.2f}"),
+        ],
     }
-    if options.json:
-        print(json.dumps(result, indent=1))
-        return
-    print(f"{options.mib} MiB over {options.ranks} ranks in {options.folder}, medians of {options.rounds} rounds")
-    for name in CONTENDERS:
-        print(f"{name:5} {seconds[name]:7.3f} s {mb / seconds[name]:8.0f} MB/s {ratio.get(name, 1.0):6.2f} of raw")
 
 
 if __name__ == "__main__":

@@ -164,8 +164,8 @@ class _Together:
     def do(self, action: Callable[[], T]) -> T:
         """What it returns here, if it returns everywhere; for values that stay where they are."""
         outcome = _attempt(action)
-        told: list[_Outcome[None]] = gather_objects(_Outcome(None, outcome.failure), self._axis)
-        self._values(told, outcome)
+        verdict: _Outcome[None] = _Outcome(None, outcome.failure)
+        self._values(gather_objects(verdict, self._axis), outcome)
         return cast(T, outcome.value)
 
     def first(self, action: Callable[[], T]) -> T:

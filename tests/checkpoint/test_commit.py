@@ -116,6 +116,7 @@ def test_everything_is_durable_before_it_counts(tmp_path: Path, monkeypatch: pyt
         assert last_write < max(i for i, e in enumerate(log) if e == ("fsync_folder", staging)) < renamed
     manifest = log.index(("create", staging / "manifest.json"))
     assert all(log.index(("fsync", staging / f)) < manifest for f in written - {"manifest.json"})
+    assert log.index(("fsync_folder", staging)) < manifest, "each rank syncs the names of its files itself"
     synced = log.index(("fsync_folder", root), renamed)
     new = root / "latest.partial"
     pointed = log.index(("replace", new, root / "latest"))

@@ -11,10 +11,11 @@ import cloudpickle
 import pytest
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
 from hpctrain.launch.zygote import Zygote
 
-PARENT = Zygote(imports=("torch", "torch.distributed", "h5py"))
+PARENT = Zygote(imports=("torch", "torch.distributed", "h5py", "deepspeed"))
 """Forked here, before anything in this process imports torch or computes."""
 
 

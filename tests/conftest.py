@@ -15,7 +15,18 @@ os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
 from hpctrain.launch.zygote import Zygote
 
-PARENT = Zygote(imports=("torch", "torch.distributed", "h5py", "deepspeed"))
+PARENT = Zygote(
+    imports=(
+        "torch",
+        "torch.distributed",
+        "torch._refs",
+        "h5py",
+        "deepspeed",
+        "hpctrain.parallel.parallelize",
+        "hpctrain.sharding.none.engine",
+        "hpctrain.sharding.deepspeed.engine",
+    )
+)
 """Forked here, before anything in this process imports torch or computes."""
 
 

@@ -78,8 +78,8 @@ def initialize(model: nn.Module, config: RunConfig, records: Records, device: to
         assert tuple(parameter.shape) == records[name].local_shape, name
         values = torch.empty(parameter.shape, dtype=dtype, device=device)
         for box in records[name].boxes:
-            region = values[tuple(slice(a, a + n) for a, n in zip(box.local, box.shape))]
-            region.copy_(initial_values(specs[name], config.train.seed, box))
+            window = tuple(slice(a, a + n) for a, n in zip(box.local, box.shape))
+            values[window].copy_(initial_values(specs[name], config.train.seed, box))
         _set(model, name, values)
 
 

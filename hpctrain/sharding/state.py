@@ -5,14 +5,15 @@ The checkpoint writes pieces and reads regions; it does not know which engine or
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import heapq
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from hpctrain.layout.placement import Index
+from hpctrain.layout.placement import Box, Index
 
 WEIGHT = "weight"
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -68,3 +69,19 @@ class StateSource(Protocol):
     def scalars(self) -> dict[str, float]: ...
 
     def load(self, reader: StateReader) -> None: ...
+
+
+def region(local: Tensor, box: Box) -> Tensor:
+    """The view of a rank's local tensor that a box describes."""
+    return local[tuple(slice(a, a + n) for a, n in zip(box.local, box.shape))]
+
+
+def balance(sizes: Sequence[int], parts: int) -> list[int]:
+    """Which of `parts` takes each item so that sums are about equal: largest first, to the least loaded."""
+    loads = [(0, part) for part in range(parts)]
+    out = [0] * len(sizes)
+    for item in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
+        load, part = heapq.heappop(loads)
+        out[item] = part
+        heapq.heappush(loads, (load + sizes[item], part))
+    return out

@@ -1,41 +1,48 @@
-"""ZeRO 1, 2 and 3 with tensor parallelism are the same training as plain PyTorch on one process."""
+"""ZeRO 1, 2 and 3 with tensor parallelism are the training of one plain process.
+
+Tolerances: losses and norms are sums in float32, equal to 1e-5. AdamW divides by the root of the second moment,
+so a gradient near zero turns a rounding of 1e-7 into a visible part of an update; `eps=1e-6` and three steps
+keep that under 1e-4 of a tensor's largest value.
+"""
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
+import numpy as np
 import pytest
 
-from hpctrain.sharding.state import WEIGHT
-from tests.sharding import deepspeed_case as case
+from hpctrain.config.schema import RunConfig
+from tests.training import Trace, assemble, compare, make_config, reference, run
 
-STEPS = range(3)
-
-
-def _train(tp: int, stage: int, sections: dict[str, Any]) -> Any:
-    config = case.run_config(tp, stage, **sections)
-    mesh = case.mesh_of(config)
-    engine = case.make_engine(config, mesh)
-    log = case.train(engine, config, mesh, STEPS)
-    reader = case.MemoryReader.of(engine, config, mesh)
-    weights = {name: values.numpy() for (name, kind), values in reader.tensors.items() if kind == WEIGHT}
-    engine.close()
-    return log, weights
+MODELS: dict[str, dict[str, Any]] = {
+    "gqa": {},
+    "tied": {"model": {"tied": True, "bias": True, "activation": "gelu"}},
+    "gpt": {"model": {"kv_heads": 4, "norm": "layernorm", "position": "learned", "dropout": 0.1}},
+}
 
 
-def _reference(sections: dict[str, Any]) -> Any:
-    log, weights = case.reference(case.run_config(1, 0, **sections), STEPS)
-    return log, {name: values.numpy() for name, values in weights.items()}
+def zero_config(stage: int, tp: int, name: str = "gqa", **train: Any) -> RunConfig:
+    sections = {k: dict(v) for k, v in MODELS[name].items()}
+    return make_config(
+        **sections,
+        parallel={"tp": tp},
+        train={"precision": "float32", "micro_batch": 2, **train},
+        sharding={"stage": stage, "bucket_mib": 0.005},
+    )
+
+
+@functools.cache
+def expected(name: str) -> Trace:
+    return reference(make_config(**MODELS[name], train={"micro_batch": 2}))
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
-@pytest.mark.parametrize("tp", [1, 2])
-def test_equals_plain_torch(ranks: Any, stage: int, tp: int) -> None:
-    (expected, weights), *_ = ranks(0, _reference, {})
-    outcomes = ranks(2 * tp, _train, tp, stage, {})
-    for log, found in outcomes:
-        print(log.losses, expected.losses, log.norms, expected.norms)
-        assert log.losses == pytest.approx(expected.losses, rel=1e-5)
-        assert log.norms == pytest.approx(expected.norms, rel=1e-5)
-        print(max((abs(found[n] - weights[n]).max(), n) for n in weights))
-        assert not any(log.skipped)
+@pytest.mark.parametrize(("tp", "dp", "name"), [(1, 2, "gqa"), (2, 2, "gqa"), (2, 1, "tied"), (1, 2, "tied"), (4, 1, "gpt")])
+def test_equals_one_process(ranks: Any, stage: int, tp: int, dp: int, name: str) -> None:
+    config = zero_config(stage, tp, name)
+    got = assemble(config, ranks(tp * dp, run, config, tp * dp))
+    assert np.allclose(got.losses, expected(name).losses, rtol=1e-5, atol=0)
+    assert np.allclose(got.norms, expected(name).norms, rtol=1e-5, atol=0)
+    compare(got, expected(name), 1e-4)

@@ -7,9 +7,7 @@ from typing import Any
 
 from hpctrain.config.schema import RunConfig
 from hpctrain.errors import ConfigError
-
-LOSS_SCALE_WINDOW = 1000
-"""fp16: finite steps in a row after which the loss scale is doubled."""
+from hpctrain.sharding.none.scaler import GROWTH_INTERVAL, SMALLEST
 
 
 def deepspeed_config(config: RunConfig) -> dict[str, Any]:
@@ -50,9 +48,9 @@ def deepspeed_config(config: RunConfig) -> dict[str, Any]:
             "enabled": True,
             "loss_scale": 0,
             "initial_scale_power": max(0, round(math.log2(train.loss_scale))),
-            "loss_scale_window": LOSS_SCALE_WINDOW,
+            "loss_scale_window": GROWTH_INTERVAL,
             "hysteresis": 1,
-            "min_loss_scale": 1,
+            "min_loss_scale": int(SMALLEST),
         }
     return out
 

@@ -56,18 +56,16 @@ class DeepSpeedEngine(Engine):
 
     Args:
         chunks: the parallelized modules, in master precision.
+        records: placements of all their parameters, by name.
+        mesh: the process groups of the run.
         config: of the run; `sharding.stage` is 1, 2 or 3.
-        mesh: its process groups.
-        placements: of every parameter of the chunks, by its name there.
 
     Raises:
         ConfigError: another DeepSpeed is installed, or a setting that it cannot honour.
     """
 
-    def __init__(
-        self, chunks: Sequence[nn.Module], config: RunConfig, mesh: Mesh, placements: Mapping[str, Placement]
-    ) -> None:
-        self.chunks, self._mesh, self._placements = list(chunks), mesh, placements
+    def __init__(self, chunks: list[nn.Module], records: dict[str, Placement], mesh: Mesh, config: RunConfig) -> None:
+        self.chunks, self._mesh, self._records = chunks, mesh, records
         self._stage = config.sharding.stage
         settings = deepspeed_config(config)
         deepspeed = load_deepspeed(mesh.device)
@@ -78,7 +76,7 @@ class DeepSpeedEngine(Engine):
         for name, parameter in named.items():
             # DeepSpeed counts a parameter in the norm if it carries this flag or the rank is the first of tp,
             # who owns whatever it holds.
-            parameter.tensor_model_parallel = placements[name].owner == mesh.rank  # type: ignore[attr-defined]
+            parameter.tensor_model_parallel = records[name].owner == mesh.rank  # type: ignore[attr-defined]
         masters = {name: parameter.data for name, parameter in named.items()}
         self._unit = MeshUnit(mesh)
         with warnings.catch_warnings(), patches.one_optimizer_class():
@@ -107,6 +105,7 @@ class DeepSpeedEngine(Engine):
         patches.fresh_gradients(self._zero, self._stage)
 
     def forward(self, chunk: int, *inputs: Any) -> Ticket:
+        self._engine.module.train()
         output = self._engine(chunk, *inputs)
         wanted = tuple(t for t in inputs if isinstance(t, Tensor) and t.requires_grad)
         return Ticket(chunk, output, wanted, patches.remaining_inputs(self._engine.module))
@@ -129,25 +128,21 @@ class DeepSpeedEngine(Engine):
         return StepResult(math.nan if skipped else float(self._zero._global_grad_norm), skipped)
 
     def evaluate(self, chunk: int, *inputs: Any) -> Tensor:
-        training = self._engine.module.training
         self._engine.module.eval()
-        try:
-            with torch.no_grad():
-                output: Tensor = self._engine(chunk, *inputs)
-        finally:
-            self._engine.module.train(training)
+        with torch.no_grad():
+            output: Tensor = self._engine(chunk, *inputs)
         return output
 
     def pieces(self) -> list[Piece]:
-        return list(state.pieces(self._store, self._placements, self._mesh.rank))
+        return list(state.pieces(self._store, self._records, self._mesh.rank))
 
     def scalars(self) -> dict[str, float]:
         return {"step": float(self._store.step()), "loss_scale": float(self._zero.loss_scale)}
 
     def load(self, reader: StateReader) -> None:
         scalars = reader.scalars()
-        state.load(self._store, self._placements, reader, int(scalars["step"]))
-        if self._zero.loss_scaler.dynamic:
+        state.load(self._store, self._records, reader, int(scalars["step"]))
+        if self._zero.loss_scaler.dynamic and "loss_scale" in scalars:
             self._zero.loss_scale = scalars["loss_scale"]
 
     def close(self) -> None:
@@ -169,6 +164,8 @@ def load_deepspeed(device: torch.device) -> Any:
         handler.setLevel(logging.ERROR)
     patches.no_shared_memory_op()
     patches.no_world_checks()
+    patches.no_compiler_at_import()
+    patches.no_repeated_warnings()
     patches.fp16_on_cpu(deepspeed.get_accelerator())
     if not dist.is_initialized():
         dist.init_process_group(

@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import os
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from types import MethodType
@@ -63,6 +64,27 @@ def no_shared_memory_op() -> None:
     if backend.build_shm_op is not _no_op:
         require_source(backend.build_shm_op, 'create_op_builder("ShareMemCommBuilder")')
         backend.build_shm_op = _no_op
+
+
+def no_compiler_at_import() -> None:
+    """`runtime/zero/muon/original_muon.py` asks for compiled functions when it is imported, as every engine does.
+
+    That imports torch's compiler, two seconds on every rank, for an optimizer that is not used here.
+    """
+    from deepspeed.runtime import compiler
+
+    original = compiler.compile
+    compiler.compile = lambda: lambda function: function
+    try:
+        importlib.import_module("deepspeed.runtime.zero.muon.muon_optimizer")
+    finally:
+        compiler.compile = original
+
+
+def no_repeated_warnings() -> None:
+    """`comm/torch.py` calls names of torch.distributed that torch has deprecated, at every collective."""
+    for name in ("reduce_scatter_tensor", "all_gather_into_tensor"):
+        warnings.filterwarnings("ignore", f".*{name}. is deprecated", FutureWarning)
 
 
 def no_world_checks() -> None:

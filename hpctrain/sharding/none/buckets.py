@@ -1,0 +1,120 @@
+"""Gradient buckets: flat buffers whose sum over the data-parallel ranks starts while backward still runs."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from hpctrain.parallel.comm import Axis, Pending, all_reduce_, start_all_reduce_
+
+
+class Bucket:
+    """One flat gradient buffer and the parameters whose gradients are views of it."""
+
+    def __init__(self, parameters: list[nn.Parameter], dtype: torch.dtype) -> None:
+        self.parameters = parameters
+        self.flat = torch.zeros(sum(p.numel() for p in parameters), dtype=dtype, device=parameters[0].device)
+        sizes = [p.numel() for p in parameters]
+        self.views = [part.view(p.shape) for part, p in zip(self.flat.split(sizes), parameters)]
+        self.missing = 0
+        self.pending: Pending | None = None
+
+
+class GradientBuckets:
+    """Accumulates the gradients of a step in master precision and sums them over the data-parallel ranks.
+
+    Buckets are filled in reverse order of the parameters, about the order in which backward reaches them. A
+    bucket's reduction starts when the last gradient of the step has been added to it, and never before that of
+    the bucket ahead of it, so that all ranks reduce in the same order whatever their backward did.
+
+    Args:
+        parameters: all that are trained.
+        dtype: of the buffers: float32, or float64.
+        axis: the ranks to sum over.
+        limit: size of a bucket, bytes.
+        overlap: start early; otherwise everything is reduced in `finish`.
+    """
+
+    def __init__(
+        self, parameters: list[nn.Parameter], dtype: torch.dtype, axis: Axis, limit: int, overlap: bool
+    ) -> None:
+        self.axis, self.overlap = axis, overlap
+        self.buckets = [Bucket(group, dtype) for group in _groups(parameters[::-1], dtype, limit)]
+        self._expected = 0
+        self._seen: dict[nn.Parameter, int] = {}
+        self._next = 0
+        self._handles = [
+            p.register_post_accumulate_grad_hook(self._hook(bucket, view))  # type: ignore[no-untyped-call]
+            for bucket in self.buckets
+            for p, view in zip(bucket.parameters, bucket.views)
+        ]
+
+    def begin(self, micro_batches: int) -> None:
+        """Start from zero; every parameter will be reached by up to `micro_batches` backward passes."""
+        self._expected, self._next = micro_batches, 0
+        self._seen = dict.fromkeys(self._seen, 0)
+        for bucket in self.buckets:
+            bucket.flat.zero_()
+            bucket.missing, bucket.pending = len(bucket.parameters), None
+            for p, view in zip(bucket.parameters, bucket.views):
+                p.grad = view if p.dtype == view.dtype else None
+
+    def finish(self) -> None:
+        """Reduce what has not been started, and wait for all."""
+        for bucket in self.buckets[self._next :]:
+            if self.overlap:
+                bucket.pending = start_all_reduce_(bucket.flat, self.axis)
+            else:
+                all_reduce_(bucket.flat, self.axis)
+        for bucket in self.buckets:
+            if bucket.pending is not None:
+                bucket.pending.wait()
+            for p in bucket.parameters:
+                p.grad = None
+
+    def gradients(self) -> dict[nn.Parameter, Tensor]:
+        """The gradient of every parameter, in master precision."""
+        return {p: view for bucket in self.buckets for p, view in zip(bucket.parameters, bucket.views)}
+
+    def scale(self, factor: float) -> None:
+        """Multiply all gradients."""
+        for bucket in self.buckets:
+            bucket.flat.mul_(factor)
+
+    def close(self) -> None:
+        """Take the hooks off the parameters."""
+        for handle in self._handles:
+            handle.remove()
+
+    def _hook(self, bucket: Bucket, view: Tensor):  # type: ignore[no-untyped-def]
+        def accumulated(p: nn.Parameter) -> None:
+            if p.grad is not view and p.grad is not None and p.grad.data_ptr() != view.data_ptr():
+                view.add_(p.grad)
+                p.grad = view if p.dtype == view.dtype else None
+            self._seen[p] = self._seen.get(p, 0) + 1
+            if self._seen[p] == self._expected:
+                bucket.missing -= 1
+                self._start_ready()
+
+        return accumulated
+
+    def _start_ready(self) -> None:
+        if not self.overlap:
+            return
+        while self._next < len(self.buckets) and self.buckets[self._next].missing == 0:
+            bucket = self.buckets[self._next]
+            bucket.pending = start_all_reduce_(bucket.flat, self.axis)
+            self._next += 1
+
+
+def _groups(parameters: list[nn.Parameter], dtype: torch.dtype, limit: int) -> list[list[nn.Parameter]]:
+    groups: list[list[nn.Parameter]] = []
+    room = 0
+    for p in parameters:
+        size = p.numel() * dtype.itemsize
+        if not groups or size > room:
+            groups.append([])
+            room = limit
+        groups[-1].append(p)
+        room -= size
+    return groups

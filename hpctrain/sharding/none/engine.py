@@ -1,0 +1,158 @@
+"""Engine `none`: every data-parallel rank holds all state of its part of the model.
+
+float32 and float64 train in that precision. bf16 and fp16 compute in it, with float32 master weights, and
+accumulate and reduce gradients in float32; fp16 scales the loss.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hpctrain.config.schema import OptimizerConfig, RunConfig
+from hpctrain.layout.parameters import parameter_specs
+from hpctrain.layout.placement import Box, Placement
+from hpctrain.parallel.mesh import Mesh
+from hpctrain.sharding.engine import Engine, StepResult, Ticket
+from hpctrain.sharding.none.buckets import GradientBuckets
+from hpctrain.sharding.none.scaler import LossScale
+from hpctrain.sharding.norm import clip_factor, global_norm, sum_of_squares
+from hpctrain.sharding.state import KINDS, MOMENTS, WEIGHT, Piece, StateReader, balance, region
+
+COMPUTE = {"float32": torch.float32, "float64": torch.float64, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class PlainEngine(Engine):
+    """See `Engine`. The chunks come with initial values in master precision, and are cast here."""
+
+    def __init__(self, chunks: list[nn.Module], records: dict[str, Placement], mesh: Mesh, config: RunConfig) -> None:
+        self.chunks, self.records, self.mesh = chunks, records, mesh
+        precision, options = config.train.precision, config.optimizer
+        named = {name: p for chunk in chunks for name, p in chunk.named_parameters()}
+        self.masters = {name: p.detach().clone() for name, p in named.items()}
+        for chunk in chunks:
+            chunk.to(COMPUTE[precision])
+        self.working = {name: p for chunk in chunks for name, p in chunk.named_parameters()}
+        if COMPUTE[precision] == next(iter(self.masters.values())).dtype:
+            self.masters = {name: p.detach() for name, p in self.working.items()}
+        self.scale = LossScale(config.train.loss_scale, dynamic=precision == "fp16")
+        self.buckets = GradientBuckets(
+            list(self.working.values()),
+            next(iter(self.masters.values())).dtype,
+            mesh.loss,
+            int(config.sharding.bucket_mib * 2**20),
+            config.train.overlap,
+        )
+        self.gradients = {name: self.buckets.gradients()[p] for name, p in self.working.items()}
+        self.counted = [self.gradients[name] for name in self.working if records[name].owner == mesh.rank]
+        self.clip = options.clip
+        self.optimizer = _adamw(self.masters, {s.name: s.decay for s in parameter_specs(config.model)}, options)
+        self.updates, self.valid_tokens = 0, 0
+
+    def begin_step(self, valid_tokens: int, micro_batches: int) -> None:
+        self.valid_tokens = valid_tokens
+        self.buckets.begin(micro_batches)
+
+    def forward(self, chunk: int, *inputs: Any) -> Ticket:
+        self.chunks[chunk].train()
+        return Ticket(chunk, self.chunks[chunk](*inputs))
+
+    def backward(self, ticket: Ticket, grad: Tensor | None = None) -> None:
+        if grad is None:
+            divided = ticket.output * (self.scale.value / max(self.valid_tokens, 1))
+            divided.backward()  # type: ignore[no-untyped-call]
+        else:
+            torch.autograd.backward(ticket.output, grad)
+
+    def step(self, lr: float) -> StepResult:
+        self.buckets.finish()
+        norm = global_norm(sum_of_squares(self.counted), self.mesh.model) / self.scale.value
+        finite = math.isfinite(norm)
+        if finite:
+            factor = clip_factor(norm, self.clip) / self.scale.value
+            if factor != 1.0:
+                self.buckets.scale(factor)
+            self._update(lr)
+        self.scale.update(overflowed=not finite)
+        return StepResult(norm, skipped=not finite)
+
+    def evaluate(self, chunk: int, *inputs: Any) -> Tensor:
+        self.chunks[chunk].eval()
+        with torch.no_grad():
+            out: Tensor = self.chunks[chunk](*inputs)
+        return out
+
+    def pieces(self) -> Iterator[Piece]:
+        owned = [record for record in self.records.values() if record.owner == self.mesh.rank]
+        writers = balance([self.masters[record.name].numel() for record in owned], self.mesh.loss.size)
+        for record, writer in zip(owned, writers):
+            if writer == self.mesh.loss.index:
+                for kind in KINDS:
+                    for box in record.boxes:
+                        yield self._piece(record, kind, box)
+
+    def scalars(self) -> dict[str, float]:
+        return {"step": float(self.updates), "loss_scale": self.scale.value}
+
+    def load(self, reader: StateReader) -> None:
+        scalars = reader.scalars()
+        self.updates = int(scalars["step"])
+        if self.scale.dynamic and "loss_scale" in scalars:
+            self.scale.value = scalars["loss_scale"]
+        for name, record in self.records.items():
+            for kind in KINDS:
+                for box in record.boxes:
+                    values = reader.read(name, kind, box.start, box.shape)
+                    region(self._state(name, kind), box).copy_(values)
+            self.optimizer.state[self.masters[name]]["step"] = torch.tensor(float(self.updates))
+        self._publish()
+
+    def close(self) -> None:
+        self.buckets.close()
+
+    def _update(self, lr: float) -> None:
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        for name, master in self.masters.items():
+            master.grad = self.gradients[name]
+        self.optimizer.step()
+        self.updates += 1
+        self._publish()
+
+    def _publish(self) -> None:
+        """Copy master weights to the weights that compute, where they are not the same tensors."""
+        pairs = [(self.working[n], m) for n, m in self.masters.items() if self.working[n].data_ptr() != m.data_ptr()]
+        if pairs:
+            with torch.no_grad():
+                torch._foreach_copy_([w for w, _ in pairs], [m for _, m in pairs])
+
+    def _piece(self, record: Placement, kind: str, box: Box) -> Piece:
+        def fetch() -> Tensor:
+            return region(self._state(record.name, kind), box).contiguous().cpu()
+
+        dtype = self.masters[record.name].dtype
+        return Piece(record.name, kind, record.global_shape, box.start, box.shape, dtype, fetch)
+
+    def _state(self, name: str, kind: str) -> Tensor:
+        if kind == WEIGHT:
+            return self.masters[name]
+        state = self.optimizer.state[self.masters[name]]
+        for moment in MOMENTS:
+            state.setdefault(moment, torch.zeros_like(self.masters[name]))
+        state.setdefault("step", torch.tensor(0.0))
+        value: Tensor = state[kind]
+        return value
+
+
+def _adamw(masters: dict[str, Tensor], decays: dict[str, bool], options: OptimizerConfig) -> torch.optim.AdamW:
+    """AdamW (Loshchilov and Hutter, arXiv 1711.05101) over master weights, decay on matrices only."""
+    groups = [
+        {"params": [m for n, m in masters.items() if decays[n] == decay], "weight_decay": weight_decay}
+        for decay, weight_decay in ((True, options.weight_decay), (False, 0.0))
+    ]
+    betas = (options.beta1, options.beta2)
+    return torch.optim.AdamW([g for g in groups if g["params"]], lr=options.lr, betas=betas, eps=options.eps)

@@ -1,0 +1,175 @@
+"""What equivalence tests share: asymmetric data, the float64 reference, and a run of any layout to hold against it.
+
+The reference knows nothing of meshes, placements or engines: a plain model, the whole batch, torch's own
+clipping and AdamW.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hpctrain.config.schema import RunConfig
+from hpctrain.layout.layout import Layout
+from hpctrain.layout.parameters import parameter_specs
+from hpctrain.layout.placement import Box, replica_groups
+from hpctrain.model.batch import IGNORED, Batch
+from hpctrain.model.loss import CrossEntropy
+from hpctrain.model.random import initial_values
+from hpctrain.model.transformer import Transformer
+from hpctrain.parallel.mesh import Mesh, build_mesh
+
+CPU = torch.device("cpu")
+LR = (1e-2, 7e-3, 5e-3)
+
+
+def make_config(**sections: dict[str, Any]) -> RunConfig:
+    """A tiny model with nothing even about it; sections override its defaults."""
+    base: dict[str, dict[str, Any]] = {
+        "model": dict(layers=2, hidden=24, heads=4, kv_heads=2, head_dim=6, ffn=40, vocab=53, max_seq=32),
+        "data": dict(seq=13),
+        "train": dict(precision="float64", global_batch=8, micro_batch=4, seed=3),
+        "optimizer": dict(clip=0.05, weight_decay=0.1, eps=1e-6),
+        "sharding": dict(bucket_mib=0.005),
+    }
+    return RunConfig.model_validate({k: {**base.get(k, {}), **sections.get(k, {})} for k in {*base, *sections}})
+
+
+def global_batch(config: RunConfig, step: int) -> Batch:
+    """Random tokens, documents of random lengths, and masks that leave between all and none of a sample."""
+    rng = np.random.default_rng(1000 + step)
+    size, seq = config.train.global_batch, config.data.seq
+    tokens = torch.from_numpy(rng.integers(0, config.model.vocab, (size, seq + 1)))
+    documents = torch.from_numpy(np.cumsum(rng.random((size, seq)) < 0.15, axis=1))
+    labels = tokens[:, 1:].clone()
+    share = np.linspace(0.0, 1.0, size)[:, None]
+    labels[torch.from_numpy(rng.random((size, seq)) > share)] = IGNORED
+    samples = torch.arange(step * size, (step + 1) * size)
+    return Batch(tokens[:, :-1].contiguous(), labels, documents, samples)
+
+
+@dataclass
+class Trace:
+    """What is compared: per step the loss and norm, the first step's gradients, and the last weights."""
+
+    losses: list[float] = field(default_factory=list)
+    norms: list[float] = field(default_factory=list)
+    gradients: dict[str, Tensor] = field(default_factory=dict)
+    weights: dict[str, Tensor] = field(default_factory=dict)
+
+
+def reference(config: RunConfig, steps: int = 3) -> Trace:
+    """Train in one process in float64 with nothing of ours but the model."""
+    loss = CrossEntropy(config.train.label_smoothing, config.train.z_loss)
+    model = Transformer(config.model, config.train.seed, loss)
+    specs = {s.name: s for s in parameter_specs(config.model)}
+    for name, p in model.named_parameters():
+        whole = Box((0,) * p.ndim, (0,) * p.ndim, tuple(p.shape))
+        p.data = initial_values(specs[name], config.train.seed, whole).double()
+    named, o = dict(model.named_parameters()), config.optimizer
+    groups = [
+        {"params": [p for p in named.values() if p.ndim > 1], "weight_decay": o.weight_decay},
+        {"params": [p for p in named.values() if p.ndim == 1], "weight_decay": 0.0},
+    ]
+    optimizer = torch.optim.AdamW(groups, betas=(o.beta1, o.beta2), eps=o.eps)
+    trace = Trace()
+    for step in range(steps):
+        batch = global_batch(config, step)
+        optimizer.zero_grad()
+        total = model(batch) / batch.valid_tokens
+        total.backward()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), o.clip or float("inf"))
+        if step == 0:
+            trace.gradients = {n: p.grad.clone() for n, p in named.items()}
+        for group in optimizer.param_groups:
+            group["lr"] = LR[step]
+        optimizer.step()
+        trace.losses.append(total.item())
+        trace.norms.append(norm.item())
+    trace.weights = {n: p.detach().clone() for n, p in named.items()}
+    return trace
+
+
+def make_mesh(config: RunConfig, world: int) -> Mesh:
+    layout = Layout.of(config.parallel, world)
+    return build_mesh(layout, CPU, replica_groups(config.model, layout), 60)
+
+
+def train_step(engine, mesh: Mesh, config: RunConfig, step: int) -> tuple[float, float]:
+    """One optimizer step on this rank's share of the global batch: mean loss over all ranks, and the norm."""
+    from hpctrain.parallel.comm import all_reduce_
+
+    batch = global_batch(config, step)
+    share = config.train.global_batch // mesh.dp.size
+    mine = batch.split(share)[mesh.dp.index].split(config.train.micro_batch)
+    engine.begin_step(batch.valid_tokens, len(mine))
+    total = torch.zeros((), dtype=torch.float64)
+    for micro_batch in mine:
+        ticket = engine.forward(0, micro_batch)
+        total += ticket.output.detach().double()
+        engine.backward(ticket)
+    norm = engine.step(LR[step % len(LR)]).grad_norm
+    return (all_reduce_(total, mesh.loss) / batch.valid_tokens).item(), norm
+
+
+def run(config: RunConfig, world: int, steps: int = 3) -> list[Any]:
+    """On every rank: train, and return losses, norms and the pieces of gradients and weights it owns."""
+    from hpctrain.parallel.parallelize import build_model
+    from hpctrain.sharding.build import build_engine
+
+    mesh = make_mesh(config, world)
+    model, records = build_model(config, mesh)
+    engine = build_engine([model], records, mesh, config)
+    losses, norms, gradients = [], [], {}
+    for step in range(steps):
+        loss, norm = train_step(engine, mesh, config, step)
+        losses.append(loss)
+        norms.append(norm)
+        if step == 0 and config.engine == "none":
+            gradients = {n: (records[n].boxes[0], g.clone()) for n, g in engine.gradients.items()}
+    weights = [(p.name, Box(p.start, p.start, p.shape), p.fetch()) for p in engine.pieces() if p.kind == "weight"]
+    return [losses, norms, gradients, weights]
+
+
+def assemble(config: RunConfig, outcomes: list[Any]) -> Trace:
+    """Put what the ranks returned together, and check that ranks that hold the same thing agree to the bit."""
+    trace = Trace(*outcomes[0][:2])
+    shapes = {s.name: s.shape for s in parameter_specs(config.model)}
+    for losses, norms, gradients, _ in outcomes:
+        assert losses == trace.losses and norms == trace.norms
+        for name, (box, values) in gradients.items():
+            whole = trace.gradients.setdefault(name, torch.full(shapes[name], torch.nan, dtype=values.dtype))
+            window = whole[tuple(slice(s, s + n) for s, n in zip(box.start, box.shape))]
+            assert torch.all(window.isnan() | (window == values)), f"{name}: copies of a gradient differ"
+            window.copy_(values)
+    for *_, weights in outcomes:
+        for name, box, values in weights:
+            whole = trace.weights.setdefault(name, torch.full(shapes[name], torch.nan, dtype=values.dtype))
+            window = whole[tuple(slice(s, s + n) for s, n in zip(box.start, box.shape))]
+            assert torch.all(window.isnan()), f"{name}: written by two ranks"
+            window.copy_(values)
+    return trace
+
+
+def compare(got: Trace, want: Trace, tolerance: float) -> None:
+    """Assert equality of everything two traces hold, relative to each tensor's largest value.
+
+    Weights that are still smaller than the learning rate are held against that: without rotary embedding the
+    key bias has no gradient (softmax ignores what is added to all scores), and AdamW enlarges its rounding.
+    """
+    assert np.allclose(got.losses, want.losses, rtol=tolerance, atol=0), (got.losses, want.losses)
+    assert np.allclose(got.norms, want.norms, rtol=tolerance, atol=0), (got.norms, want.norms)
+    for label, mine, theirs, floor in (
+        ("gradient", got.gradients, want.gradients, 1e-12),
+        ("weight", got.weights, want.weights, max(LR)),
+    ):
+        if mine:
+            assert mine.keys() == theirs.keys()
+        for name, values in mine.items():
+            other = theirs[name].to(values.dtype)
+            worst = (values - other).abs().max() / other.abs().max().clamp_min(floor)
+            assert worst <= tolerance, f"{label} {name} differs by {worst:.2e} of its largest value"

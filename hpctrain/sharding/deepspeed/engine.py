@@ -79,7 +79,7 @@ class DeepSpeedEngine(Engine):
             parameter.tensor_model_parallel = records[name].owner == mesh.rank  # type: ignore[attr-defined]
         masters = {name: parameter.data for name, parameter in named.items()}
         self._unit = MeshUnit(mesh)
-        with warnings.catch_warnings(), patches.one_optimizer_class():
+        with warnings.catch_warnings(), patches.one_optimizer_class(), patches.local_rank(mesh.device):
             warnings.simplefilter("ignore")
             self._engine, self._zero, *_ = deepspeed.initialize(
                 model=root,
@@ -160,6 +160,7 @@ def load_deepspeed(device: torch.device) -> Any:
         warnings.simplefilter("ignore")
         import deepspeed
     patches.require_version(deepspeed.__version__)
+    patches.require_accelerator(deepspeed.get_accelerator().device_name(), device)
     for handler in (deepspeed.utils.logger, *deepspeed.utils.logger.handlers):
         handler.setLevel(logging.ERROR)
     patches.no_shared_memory_op()
@@ -168,9 +169,8 @@ def load_deepspeed(device: torch.device) -> Any:
     patches.no_repeated_warnings()
     patches.fp16_on_cpu(deepspeed.get_accelerator())
     if not dist.is_initialized():
-        dist.init_process_group(
-            "nccl" if device.type == "cuda" else "gloo", store=dist.HashStore(), rank=0, world_size=1
-        )
+        backend, store = "nccl" if device.type == "cuda" else "gloo", torch._C._distributed_c10d.HashStore()
+        dist.init_process_group(backend, store=store, rank=0, world_size=1)
     deepspeed.init_distributed(dist.get_backend(), auto_mpi_discovery=False, verbose=False, dist_init_required=False)
     return deepspeed
 

@@ -46,7 +46,11 @@ def require_source(function: Callable[..., Any], line: str) -> None:
         ConfigError: it does not.
     """
     function = inspect.getclosurevars(function).nonlocals.get("func", function)  # under DeepSpeed's NVTX wrapper
-    if line not in inspect.getsource(function):
+    try:
+        found = line in inspect.getsource(function)
+    except OSError:
+        found = False
+    if not found:
         raise ConfigError(
             "sharding.engine",
             "deepspeed",
@@ -60,7 +64,7 @@ def no_shared_memory_op() -> None:
 
     It also probes every other op for it. The op is for inference on one node; leave it out.
     """
-    backend = importlib.import_module("deepspeed.comm.torch")  # the package's attribute of this name is torch
+    backend: Any = importlib.import_module("deepspeed.comm.torch")  # the package's attribute of this name is torch
     if backend.build_shm_op is not _no_op:
         require_source(backend.build_shm_op, 'create_op_builder("ShareMemCommBuilder")')
         backend.build_shm_op = _no_op
@@ -216,7 +220,39 @@ def forget(unit: object, root: nn.Module) -> None:
 def choose_accelerator(device: torch.device) -> None:
     """`accelerator/real_accelerator.py` picks the accelerator at import and prints its choice, unless it is told."""
     os.environ["DS_ACCELERATOR"] = device.type
-    os.environ.setdefault("LOCAL_RANK", str(device.index or 0))
+
+
+def require_accelerator(found: str, device: torch.device) -> None:
+    """Refuse a DeepSpeed that something else imported for another kind of device; it cannot change its mind.
+
+    Raises:
+        ConfigError: it computes on `found`.
+    """
+    if found != device.type:
+        raise ConfigError(
+            "cluster.device",
+            device.type,
+            f"DeepSpeed was imported in this process to compute on {found}",
+            f"set DS_ACCELERATOR={device.type} in the environment",
+        )
+
+
+@contextmanager
+def local_rank(device: torch.device) -> Iterator[None]:
+    """`runtime/engine.py _set_distributed_vars` computes on the device numbered LOCAL_RANK, not the current one.
+
+    It also insists that Open MPI's variable is the same. While this holds both stand for the rank's device.
+    """
+    names = ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK")
+    saved = {name: os.environ.pop(name, None) for name in names}
+    os.environ["LOCAL_RANK"] = str(device.index or 0)
+    try:
+        yield
+    finally:
+        for name, value in saved.items():
+            os.environ.pop(name, None)
+            if value is not None:
+                os.environ[name] = value
 
 
 def _no_op(*_: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -17,9 +18,8 @@ from hpctrain.launch.zygote import Zygote
 
 PARENT = Zygote(
     imports=(
-        "torch",
+        "torch._dynamo",
         "torch.distributed",
-        "torch._refs",
         "h5py",
         "deepspeed",
         "hpctrain.parallel.parallelize",
@@ -28,6 +28,23 @@ PARENT = Zygote(
     )
 )
 """Forked here, before anything in this process imports torch or computes."""
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Tests marked `gpu` are left out, not skipped, where there is no CUDA device or nobody asked for them."""
+    if "gpu" in (config.option.markexpr or ""):
+        return
+    left_out = [item for item in items if item.get_closest_marker("gpu")]
+    items[:] = [item for item in items if item not in left_out]
+    config.hook.pytest_deselected(items=left_out)
+
+
+@pytest.fixture
+def free_port() -> int:
+    """A TCP port that nobody listened on a moment ago."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
 
 
 @pytest.fixture(scope="session")

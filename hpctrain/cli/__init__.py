@@ -1,0 +1,95 @@
+"""The command line. Commands are imported when they are used, so that help answers at once."""
+
+from __future__ import annotations
+
+import errno
+import importlib
+import os
+from typing import Any, NamedTuple
+
+import click
+
+from hpctrain import __version__
+from hpctrain.errors import HpctrainError
+
+INTERRUPTED = 130
+"""Exit status after Ctrl-C, as shells report it."""
+
+ENVIRONMENT = {
+    errno.ENOSPC: "free some space there, or write elsewhere",
+    errno.EDQUOT: "free some of your quota there, or write elsewhere",
+    errno.EACCES: "give yourself access, or use another path",
+    errno.EPERM: "give yourself access, or use another path",
+    errno.EROFS: "use a path on a file system that can be written",
+    errno.EIO: "the disk or its server fails; use another, or ask who runs it",
+    errno.ESTALE: "the file server has lost the file; try again",
+    errno.EMFILE: "raise the limit on open files (ulimit -n)",
+    errno.ENFILE: "the machine has too many open files; close some",
+}
+"""Failures of the machine rather than of the program, and how to mend them."""
+
+
+class Lazy(NamedTuple):
+    """A command that is not imported yet: `module:attribute`, and the line that help shows for it."""
+
+    target: str
+    help: str
+
+
+COMMANDS = {
+    "train": Lazy("hpctrain.cli.train:train", "Train a recipe on the ranks it asks for."),
+    "generate": Lazy("hpctrain.cli.generate:generate", "Continue a text with the weights of a checkpoint."),
+    "config": Lazy("hpctrain.cli.config:config", "Show recipes, and what every setting means."),
+    "data": Lazy("hpctrain.cli.data:data", "Build HDF5 corpora from text, and look at them."),
+    "ckpt": Lazy("hpctrain.cli.ckpt:ckpt", "List, verify and show checkpoints."),
+    "doctor": Lazy("hpctrain.cli.doctor:doctor", "Check this machine and what is installed on it."),
+}
+
+
+class LazyGroup(click.Group):
+    """A group whose commands are named in `COMMANDS`, and the one place where errors become exit codes."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in COMMANDS:
+            return None
+        module, _, attribute = COMMANDS[cmd_name].target.partition(":")
+        command = getattr(importlib.import_module(module), attribute)
+        assert isinstance(command, click.Command), command
+        return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, lazy.help) for name, lazy in COMMANDS.items()])
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except HpctrainError as error:
+            _stop(ctx, str(error), error.exit_code)
+        except KeyboardInterrupt:
+            _stop(ctx, "interrupted.", INTERRUPTED)
+        except OSError as error:
+            if error.errno not in ENVIRONMENT:
+                raise
+            where = f"{os.fsdecode(error.filename)}: " if error.filename else ""
+            _stop(ctx, f"{where}{os.strerror(error.errno)}; {ENVIRONMENT[error.errno]}.", 1)
+
+
+def _stop(ctx: click.Context, sentence: str, code: int) -> None:
+    click.echo(f"error: {sentence}", err=True)
+    ctx.exit(code)
+
+
+@click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__, prog_name="hpctrain")
+def main() -> None:
+    """Train transformers that do not fit, in memory or in time, on one GPU.
+
+    \b
+    Example:
+      hpctrain data stdlib corpora/stdlib.h5
+      hpctrain train gpt-tiny parallel.tp=2 train.steps=300
+    """

@@ -30,33 +30,39 @@ class Section(BaseModel):
 class RopeScaling(Section):
     """Llama-3 scaling of the rotary frequencies for contexts longer than the one trained on."""
 
-    factor: Positive = 8.0
-    low_freq_factor: Positive = 1.0
-    high_freq_factor: Positive = 4.0
-    original_max_seq: Count = 8192
+    factor: Positive = Field(8.0, description="How much longer the longest wavelengths become.")
+    low_freq_factor: Positive = Field(
+        1.0, description="Wavelengths above original_max_seq over this are stretched fully."
+    )
+    high_freq_factor: Positive = Field(4.0, description="Wavelengths below original_max_seq over this are kept.")
+    original_max_seq: Count = Field(8192, description="Longest sequence before the scaling.")
 
 
 class ModelConfig(Section):
     """The shape of a decoder-only transformer."""
 
-    layers: Count = 4
-    hidden: Count = 128
-    heads: Count = 4
+    layers: Count = Field(4, description="Transformer layers.")
+    hidden: Count = Field(128, description="Width of the residual stream.")
+    heads: Count = Field(4, description="Query heads of a layer.")
     kv_heads: Count | None = Field(None, description="Fewer than heads is GQA, 1 is MQA; default heads.")
     head_dim: Count | None = Field(None, description="Width of a head; default hidden / heads.")
     ffn: Count | None = Field(None, description="Width of the MLP; default 4 x hidden.")
-    vocab: Count = 257
+    vocab: Count = Field(257, description="Token ids; bytes and one end of document are 257.")
     max_seq: Count = Field(2048, description="Longest sequence; the length of the table of learned positions.")
-    norm: Literal["rmsnorm", "layernorm"] = "rmsnorm"
-    norm_eps: Positive = 1e-5
-    position: Literal["rope", "learned"] = "rope"
-    rope_theta: Positive = 10000.0
+    norm: Literal["rmsnorm", "layernorm"] = Field(
+        "rmsnorm", description="Before attention, before the MLP and at the end."
+    )
+    norm_eps: Positive = Field(1e-5, description="Added to the variance in a norm.")
+    position: Literal["rope", "learned"] = Field(
+        "rope", description="Rotary positions, or a learned table added to the embedding."
+    )
+    rope_theta: Positive = Field(10000.0, description="Base of the rotary wavelengths.")
     rope_scaling: RopeScaling | None = None
-    activation: Literal["swiglu", "gelu", "gelu_tanh"] = "swiglu"
+    activation: Literal["swiglu", "gelu", "gelu_tanh"] = Field("swiglu", description="Of the MLP; swiglu has a gate.")
     bias: bool = Field(False, description="Biases on the linear layers.")
     tied: bool = Field(False, description="The output head is the embedding.")
     dropout: Fraction = Field(0.0, description="On the embedding and on what each block adds to the residual.")
-    init_std: Positive = 0.02
+    init_std: Positive = Field(0.02, description="Standard deviation of initial weights.")
 
     @property
     def kv(self) -> int:
@@ -93,8 +99,10 @@ class ParallelConfig(Section):
 class OffloadConfig(Section):
     """Where training state lives when it is not on the device."""
 
-    optimizer: Literal["none", "cpu", "nvme"] = "none"
-    params: Literal["none", "cpu", "nvme"] = "none"
+    optimizer: Literal["none", "cpu", "nvme"] = Field(
+        "none", description="Where optimizer state lives; none is the device."
+    )
+    params: Literal["none", "cpu", "nvme"] = Field("none", description="Where parameters live; none is the device.")
 
 
 class ShardingConfig(Section):
@@ -114,10 +122,10 @@ class ShardingConfig(Section):
 class ClusterConfig(Section):
     """What the job runs on."""
 
-    nodes: Count = 1
+    nodes: Count = Field(1, description="Machines of the job.")
     gpus_per_node: Count = Field(1, description="Ranks on a node; on a machine without GPUs they run on the CPU.")
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    profile: str = "generic"
+    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto takes a GPU where there is one.")
+    profile: str = Field("generic", description="Name of the site profile.")
     timeout_s: Positive = Field(600.0, description="Longest wait of any collective, seconds.")
     threads: Natural = Field(0, description="CPU threads a rank; 0 is its CPUs over the ranks on the node.")
 
@@ -135,35 +143,43 @@ class DataConfig(Section):
 class OptimizerConfig(Section):
     """AdamW and the schedule of its learning rate."""
 
-    lr: Positive = 3e-4
-    beta1: Fraction = 0.9
-    beta2: Fraction = 0.95
-    eps: Positive = 1e-8
+    lr: Positive = Field(3e-4, description="Peak learning rate.")
+    beta1: Fraction = Field(0.9, description="Decay of AdamW's first moment.")
+    beta2: Fraction = Field(0.95, description="Decay of AdamW's second moment.")
+    eps: Positive = Field(1e-8, description="Added to the root of AdamW's second moment.")
     weight_decay: NonNegative = Field(0.1, description="On matrices; never on norms, biases or other vectors.")
     clip: NonNegative = Field(1.0, description="Largest global gradient norm; 0 does not clip.")
-    schedule: Literal["cosine", "wsd", "constant"] = "cosine"
+    schedule: Literal["cosine", "wsd", "constant"] = Field(
+        "cosine", description="After warm-up; wsd is warm-up, stable, decay."
+    )
     warmup: Natural = Field(0, description="Steps of linear warm-up.")
     decay: Natural = Field(0, description="wsd: steps of the final decay; 0 is a tenth of the steps.")
     min_ratio: Annotated[float, Field(ge=0.0, le=1.0)] = Field(0.1, description="Final learning rate over lr.")
     batch_rule: Literal["none", "linear", "sqrt"] = Field(
         "none", description="How lr follows train.global_batch when it differs from base_global_batch."
     )
-    base_global_batch: Natural = Field(0, description="Global batch that lr was chosen for; 0 is the one in use.")
+    base_global_batch: Natural = Field(0, description="Global batch that lr was chosen for, for batch_rule.")
+
+    def decay_steps(self, steps: int) -> int:
+        """Steps of wsd's final decay in a run of `steps`."""
+        return self.decay or max(1, steps // 10)
 
 
 class TrainConfig(Section):
     """Length, batch, precision and what is reported."""
 
-    steps: Count = 100
+    steps: Count = Field(100, description="Optimizer steps of the whole run.")
     global_batch: Count = Field(16, description="Samples in an optimizer step, over all ranks.")
     micro_batch: Count = Field(4, description="Samples in one forward pass of a rank.")
-    precision: Precision = "float32"
-    seed: Natural = 0
-    label_smoothing: Fraction = 0.0
+    precision: Precision = Field(
+        "float32", description="Of the computation; bf16 and fp16 keep float32 master weights."
+    )
+    seed: Natural = Field(0, description="Of initial weights, order of samples and dropout.")
+    label_smoothing: Fraction = Field(0.0, description="Share of the target spread over the vocabulary.")
     z_loss: NonNegative = Field(0.0, description="Weight of the squared log-partition of the logits.")
     eval_every: Natural = Field(0, description="Steps between evaluations; 0 evaluates at the end only.")
     eval_batches: Natural = Field(8, description="Global batches in an evaluation; 0 does not evaluate.")
-    log_every: Count = 10
+    log_every: Count = Field(10, description="Steps between lines of the log.")
     max_skipped: Count = Field(5, description="Non-finite steps in a row after which the job stops.")
     loss_scale: Positive = Field(65536.0, description="fp16: initial loss scale.")
     overlap: bool = Field(True, description="Reductions run beside computation where that is exact.")
@@ -174,7 +190,7 @@ class CheckpointConfig(Section):
 
     every: Natural = Field(0, description="Steps between checkpoints; 0 saves at the end only.")
     keep: Count = Field(2, description="Committed checkpoints kept.")
-    at_end: bool = True
+    at_end: bool = Field(True, description="Save after the last step.")
     resume: Literal["auto", "never", "must"] = Field(
         "auto", description="auto continues from the newest valid checkpoint of the run folder if there is one."
     )
@@ -184,7 +200,7 @@ class CheckpointConfig(Section):
 class RunConfig(Section):
     """A whole run."""
 
-    name: str = Field("run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+    name: str = Field("run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", description="Names the run folder.")
     folder: Path = Field(Path("runs"), description="Run folders are made in here.")
     model: ModelConfig = ModelConfig()
     parallel: ParallelConfig = ParallelConfig()

@@ -19,27 +19,50 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import cloudpickle
 
 from hpctrain.errors import LaunchError
+from hpctrain.launch.process import die_with_parent, exit_now, how_it_ended
 
-GRACE_S = 5.0
+GRACE_S = 3.0
 """How long the other ranks may go on after one has failed."""
 
 
 class RankFailure(LaunchError):
-    """A rank raised or died. `ranks` are the ranks that failed first; the text holds their tracebacks."""
+    """Ranks raised or died. `ranks` are those that failed by themselves, the first one first."""
 
     def __init__(self, message: str, ranks: Sequence[int] = ()) -> None:
         super().__init__(message)
         self.ranks = tuple(ranks)
 
 
+@dataclass(frozen=True)
+class _End:
+    """How a rank ended: its exit status, what it returned (pickled) or the traceback it left."""
+
+    rank: int
+    code: int
+    stopped: bool
+    value: bytes | None
+    error: str | None
+
+    @property
+    def ok(self) -> bool:
+        return self.code == 0 and self.value is not None
+
+    def __str__(self) -> str:
+        return f"rank {self.rank}: {self.error or how_it_ended(self.code)}"
+
+
 class Zygote:
     """Forks worlds of ranks on request.
+
+    It and its ranks end when the process that made it closes it, ends or is killed, also while a world runs.
 
     Args:
         imports: modules to import once, so that ranks find them loaded.
@@ -48,15 +71,20 @@ class Zygote:
     def __init__(self, imports: Sequence[str] = ("torch", "torch.distributed")) -> None:
         ours, theirs = socket.socketpair()
         self._owner = os.getpid()
+        self._asked = 0
+        sys.stdout.flush()  # children flush what they inherit
+        sys.stderr.flush()
         self._pid = os.fork()
         if self._pid == 0:
-            ours.close()
             status = 1
             try:
+                ours.close()
                 _serve(connection.Connection(theirs.detach()), imports)
                 status = 0
+            except Exception:
+                traceback.print_exc()
             finally:
-                os._exit(status)
+                exit_now(status)
         theirs.close()
         self._link = connection.Connection(ours.detach())
 
@@ -72,96 +100,145 @@ class Zygote:
             What each rank returned, in rank order.
 
         Raises:
-            RankFailure: a rank raised, died or did not end in time.
+            RankFailure: a rank raised, died or did not end in time; names those that failed by themselves.
         """
-        self._link.send((cloudpickle.dumps((function, args)), world, timeout_s))
-        outcomes, late = self._link.recv()
-        failed = [r for r, (ok, _) in enumerate(outcomes) if not ok]
-        if not failed:
-            return [cloudpickle.loads(value) for _, value in outcomes]
-        first = [r for r in failed if outcomes[r][1] is not None] or failed
-        texts = [f"rank {r}: {outcomes[r][1] or ('did not end in time' if late else 'died')}" for r in first]
-        raise RankFailure("\n".join(texts), first)
+        self._asked += 1
+        ends, late = self._ask(_Request(self._asked, cloudpickle.dumps((function, args)), world, timeout_s))
+        if all(end.ok for end in ends):
+            return [cloudpickle.loads(end.value) for end in sorted(ends, key=lambda end: end.rank)]
+        failed = [end for end in ends if not end.ok and not end.stopped]
+        if late or not failed:
+            failed += [end for end in ends if end.stopped]
+            texts = [f"rank {e.rank}: did not end in time" if e.stopped else str(e) for e in failed]
+        else:
+            texts = [str(end) for end in failed]
+        raise RankFailure("\n".join(texts), [end.rank for end in failed])
+
+    def _ask(self, request: _Request) -> tuple[list[_End], bool]:
+        try:
+            self._link.send(request)
+            while True:
+                number, ends, late = self._link.recv()
+                if number == request.number:  # an interrupted `run` leaves an answer that nobody has read
+                    return ends, late
+        except (EOFError, OSError):
+            raise RankFailure("the process that forks ranks is gone.") from None
 
     def close(self) -> None:
-        """End the zygote."""
+        """End the zygote, and the world that may be running."""
         if os.getpid() == self._owner and self._pid:
             self._link.close()
-            os.waitpid(self._pid, 0)
+            with suppress(ChildProcessError):
+                os.waitpid(self._pid, 0)
             self._pid = 0
+
+
+@dataclass(frozen=True)
+class _Request:
+    number: int
+    payload: bytes
+    world: int
+    timeout_s: float
 
 
 def _serve(link: connection.Connection, imports: Sequence[str]) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # unwinds: ranks are killed, folders removed
     for name in imports:
         importlib.import_module(name)
     while True:
         try:
-            payload, world, timeout_s = link.recv()
+            request = link.recv()
         except EOFError:
             return
         folder = Path(tempfile.mkdtemp(prefix="hpctrain-ranks-"))
         try:
-            link.send(_world(payload, world, timeout_s, folder))
+            link.send((request.number, *_world(request, link, folder)))
+        except OSError:
+            return  # nobody is left to tell
         finally:
             shutil.rmtree(folder, ignore_errors=True)
 
 
-def _world(payload: bytes, world: int, timeout_s: float, folder: Path) -> tuple[list[tuple[bool, Any]], bool]:
-    children: dict[int, int] = {}
-    for rank in range(max(world, 1)):
-        pid = os.fork()
-        if pid == 0:
-            _rank(payload, rank, world, timeout_s, folder)
-        children[pid] = rank
-    deadline, late = time.monotonic() + timeout_s, False
-    while children:
-        pid, status = os.waitpid(-1, os.WNOHANG)
-        if pid:
-            children.pop(pid, None)
-            if status != 0:
-                deadline = min(deadline, time.monotonic() + GRACE_S)
-            continue
-        if time.monotonic() > deadline:
-            late = late or not any(folder.glob("*.error"))
-            for pid in children:
-                os.kill(pid, signal.SIGKILL)
-            deadline = float("inf")
-        time.sleep(0.001)
-    outcomes: list[tuple[bool, Any]] = []
-    for rank in range(max(world, 1)):
-        done, error = folder / f"{rank}.result", folder / f"{rank}.error"
-        if done.exists():
-            outcomes.append((True, done.read_bytes()))
-        else:
-            outcomes.append((False, error.read_text() if error.exists() else None))
-    return outcomes, late
+def _world(request: _Request, link: connection.Connection, folder: Path) -> tuple[list[_End], bool]:
+    """Run one world to its end. Returns how its ranks ended, in order of time, and whether they were late."""
+    zygote = os.getpid()
+    running: dict[int, int] = {}
+    ends: list[_End] = []
+    deadline, late, stopped = time.monotonic() + request.timeout_s, False, False
+    try:
+        for rank in range(max(request.world, 1)):
+            pid = os.fork()
+            if pid == 0:
+                _rank(request, rank, folder, link, zygote)
+            running[pid] = rank
+        while running:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+            if pid:
+                _kill_group(pid)  # what the rank itself has started
+                ends.append(_end(running.pop(pid), os.waitstatus_to_exitcode(status), stopped, folder))
+                if not ends[-1].ok:
+                    deadline = min(deadline, time.monotonic() + GRACE_S)
+            elif time.monotonic() > deadline:
+                late, stopped, deadline = all(end.ok for end in ends), True, float("inf")
+                for pid in running:
+                    _kill_group(pid)
+            elif link.poll(0.001):  # a new request, or the end of whoever makes them: this one is given up
+                break
+    finally:
+        for pid in running:
+            _kill_group(pid)
+            os.waitpid(pid, 0)
+    return ends, late
 
 
-def _rank(payload: bytes, rank: int, world: int, timeout_s: float, folder: Path) -> None:
-    """Body of a forked rank. Never returns."""
+def _kill_group(pid: int) -> None:
+    for kill in (os.kill, os.killpg):  # the rank may not have made its group yet
+        with suppress(ProcessLookupError, PermissionError):
+            kill(pid, signal.SIGKILL)
+
+
+def _end(rank: int, code: int, stopped: bool, folder: Path) -> _End:
+    result, error = folder / f"{rank}.result", folder / f"{rank}.error"
+    value = result.read_bytes() if result.exists() else None
+    return _End(rank, code, stopped, value, error.read_text(errors="replace") if error.exists() else None)
+
+
+def _rank(request: _Request, rank: int, folder: Path, link: connection.Connection, zygote: int) -> NoReturn:
+    """Body of a forked rank. Never returns, whatever fails in it."""
     status = 1
     try:
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
-        os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(max(world, 1)))
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-        import torch
-        import torch.distributed as dist
-
-        torch.set_num_threads(1)
-        if world:
-            store = dist.FileStore(str(folder / "store"), world)  # type: ignore[attr-defined]
-            timeout = datetime.timedelta(seconds=timeout_s)
-            dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timeout)
-        function, args = cloudpickle.loads(payload)
-        value = cloudpickle.dumps(function(*args))
-        part = folder / f"{rank}.part"
-        part.write_bytes(value)
-        part.rename(folder / f"{rank}.result")
-        status = 0
-    except BaseException:
-        (folder / f"{rank}.error").write_text(traceback.format_exc())
+        try:
+            die_with_parent(zygote)
+            os.setpgid(0, 0)
+            link.close()
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            _join(request, rank, folder)
+            function, args = cloudpickle.loads(request.payload)
+            value = cloudpickle.dumps(function(*args))
+            part = folder / f"{rank}.part"
+            part.write_bytes(value)
+            part.rename(folder / f"{rank}.result")
+            status = 0
+        except BaseException:
+            (folder / f"{rank}.error").write_text(traceback.format_exc(), errors="replace")
     finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(status)
+        exit_now(status)
+
+
+def _join(request: _Request, rank: int, folder: Path) -> None:
+    """The rank's part in a gloo group over a file."""
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    world = request.world
+    if not world:
+        return
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(world))
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    store = dist.FileStore(str(folder / "store"), world)  # type: ignore[attr-defined]
+    timeout = datetime.timedelta(seconds=request.timeout_s)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timeout)
+    dist.barrier()  # a rank that ends at once must not break the others' connecting

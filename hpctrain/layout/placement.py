@@ -78,6 +78,26 @@ def cut_of(model: ModelConfig, cut: Cut, tp: int, index: int) -> tuple[int, int,
     return start, size, copies
 
 
+def misfit(model: ModelConfig, tp: int) -> Cut | None:
+    """The first kind of dim that cannot be cut over `tp` ranks, if there is one.
+
+    Heads and MLP columns divide evenly; key/value heads divide or are replicated evenly; the vocabulary may be
+    uneven, but every rank has some of it.
+    """
+    if model.heads % tp:
+        return "heads"
+    if model.kv % tp and tp % model.kv:
+        return "kv_heads"
+    if model.ffn_width % tp:
+        return "ffn"
+    return "vocab" if model.vocab < tp else None
+
+
+def tp_sizes(model: ModelConfig, ranks: int) -> list[int]:
+    """Sizes of tp that divide `ranks` and over which every dim can be cut."""
+    return [tp for tp in range(1, ranks + 1) if ranks % tp == 0 and misfit(model, tp) is None]
+
+
 def place(spec: ParameterSpec, model: ModelConfig, layout: Layout, rank: int) -> Placement:
     """The record of one parameter on one rank."""
     tp = layout.coordinates(rank)["tp"]

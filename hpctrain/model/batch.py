@@ -45,15 +45,12 @@ class Batch:
         return Batch(move(self.tokens), move(self.labels), documents, move(self.samples))
 
     def split(self, size: int) -> list[Batch]:
-        """Micro-batches of `size` samples."""
-        cuts = range(0, len(self.samples), size)
-        docs = self.documents
-        return [
-            Batch(
-                self.tokens[i : i + size],
-                self.labels[i : i + size],
-                None if docs is None else docs[i : i + size],
-                self.samples[i : i + size],
-            )
-            for i in cuts
-        ]
+        """Micro-batches of `size` samples; those in which no document ends do without a mask."""
+        out = []
+        for i in range(0, len(self.samples), size):
+            rows = slice(i, i + size)
+            documents = None if self.documents is None else self.documents[rows]
+            if documents is not None and torch.equal(documents[:, 0], documents[:, -1]):
+                documents = None  # they ascend, so all between are equal too
+            out.append(Batch(self.tokens[rows], self.labels[rows], documents, self.samples[rows]))
+        return out

@@ -25,6 +25,18 @@ class FanOut(nn.ModuleDict):
         return tuple(linear(x) for linear in self.values())
 
 
+class Embedding(nn.Module):
+    """A table of rows. Left empty: values come from `initial_values` (and `nn.Embedding`'s own draw on the meta
+    device imports half of sympy)."""
+
+    def __init__(self, rows: int, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(rows, width))
+
+    def forward(self, index: Tensor) -> Tensor:
+        return F.embedding(index, self.weight)
+
+
 class Head(nn.Module):
     """Hidden states to logits, with a weight of its own or, where it has none, the embedding's."""
 
@@ -133,8 +145,8 @@ class Transformer(nn.Module):
     def __init__(self, model: ModelConfig, seed: int = 0, loss: CrossEntropy | None = None) -> None:
         super().__init__()
         self.model = model
-        self.embedding: nn.Embedding = nn.Embedding(model.vocab, model.hidden)
-        self.positions = nn.Embedding(model.max_seq, model.hidden) if model.position == "learned" else None
+        self.embedding = Embedding(model.vocab, model.hidden)
+        self.positions = Embedding(model.max_seq, model.hidden) if model.position == "learned" else None
         self.dropout = Dropout(model.dropout, seed, "embedding")
         self.layers = nn.ModuleDict({str(i): Layer(model, seed, i) for i in range(model.layers)})
         self.norm = make_norm(model)

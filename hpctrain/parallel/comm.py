@@ -9,12 +9,15 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from hpctrain.telemetry.meter import Meter
+
+T = TypeVar("T")
 
 EXCHANGE_LIMIT = 1 << 20
 """gloo, two ranks: up to this many bytes a pairwise exchange beats its all-reduce (0.4 ms against 2 ms)."""
@@ -137,16 +140,16 @@ def all_gather(t: Tensor, axis: Axis) -> list[Tensor]:
     return out
 
 
-def gather_objects(value: object, axis: Axis) -> list[object]:
+def gather_objects(value: T, axis: Axis) -> list[T]:
     """The values of all ranks of the axis, in their order. For small, rare things: names, verdicts, errors."""
     if axis.size == 1:
         return [value]
-    out: list[object] = [None] * axis.size
+    out: list[Any] = [None] * axis.size
     dist.all_gather_object(out, value, group=axis.group)
     return out
 
 
-def broadcast_object(value: object, axis: Axis) -> object:
+def broadcast_object(value: T, axis: Axis) -> T:
     """The value of the first rank of the axis, on all of them."""
     if axis.size == 1:
         return value

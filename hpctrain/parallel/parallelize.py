@@ -60,7 +60,7 @@ def apply_tensor_parallelism(model: Transformer, mesh: Mesh, overlap: bool, reco
         return ColumnFanOut(fan, mesh.tp, replicas, overlap)
 
     start = records["embedding.weight"].boxes[0].start[0]
-    model.embedding = VocabParallelEmbedding(model.embedding, start, mesh.tp)  # type: ignore[assignment]
+    model.embedding = VocabParallelEmbedding(model.embedding, start, mesh.tp)
     for index, layer in model.numbered_layers():
         layer.attention.qkv = column(f"layers.{index}.attention.qkv", layer.attention.qkv)
         layer.attention.output = RowLinear(_linear(layer.attention.output), mesh.tp)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from hpctrain.model.transformer import FanOut, Head, present
+from hpctrain.model.transformer import Embedding, FanOut, Head, present
 from hpctrain.parallel.autograd import reduce_from
 from hpctrain.parallel.comm import Axis, Pending, all_reduce_, start_all_reduce_
 
@@ -122,8 +122,8 @@ class RowLinear(nn.Module):
         return out if self.bias is None else out + self.bias
 
 
-class VocabParallelEmbedding(nn.Module):
-    """`nn.Embedding` with the vocabulary sharded over tp, unevenly where it does not divide.
+class VocabParallelEmbedding(Embedding):
+    """`Embedding` with the vocabulary sharded over tp, unevenly where it does not divide.
 
     Args:
         embedding: the module replaced, cut.
@@ -131,8 +131,8 @@ class VocabParallelEmbedding(nn.Module):
         axis: tp.
     """
 
-    def __init__(self, embedding: nn.Embedding, start: int, axis: Axis) -> None:
-        super().__init__()
+    def __init__(self, embedding: Embedding, start: int, axis: Axis) -> None:
+        nn.Module.__init__(self)
         self.weight, self.start, self.axis = embedding.weight, start, axis
 
     def forward(self, tokens: Tensor) -> Tensor:

@@ -8,12 +8,13 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Protocol
 
 from hpctrain.layout.placement import Box, Index
+
+if TYPE_CHECKING:  # so that checkpoints can be looked at without the seconds that importing torch takes
+    import torch
+    from torch import Tensor
 
 WEIGHT = "weight"
 MOMENTS = ("exp_avg", "exp_avg_sq")

@@ -31,8 +31,12 @@ class Traffic:
 class Meter:
     """Counters of one rank. Passed to whoever has something to count; never global.
 
+    Seconds are counted once: a phase does not include the phases inside it, nor what was waited for a
+    collective in it, so the phases and `communication()` add up to the wall time they cover. They are the
+    host's: work queued on a GPU is charged to the phase that waits for it. One thread has phases, the rank's.
+
     Attributes:
-        seconds: time by phase (data, forward, backward, optimizer, ...), outermost phase only.
+        seconds: time by phase (data, forward, backward, optimizer, ...).
         traffic: by (operation, axis name).
         events: a trace, kept only while `tracing`.
     """
@@ -41,16 +45,20 @@ class Meter:
     traffic: dict[tuple[str, str], Traffic] = field(default_factory=lambda: defaultdict(Traffic))
     events: list[Event] = field(default_factory=list)
     tracing: bool = False
+    _charged: float = field(default=0.0, repr=False)
+    """Seconds inside the open phase that are counted elsewhere."""
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Add the time of the block to a phase."""
+        outer, self._charged = self._charged, 0.0
         start = time.perf_counter()
         try:
             yield
         finally:
             end = time.perf_counter()
-            self.seconds[name] += end - start
+            self.seconds[name] += end - start - self._charged
+            self._charged = outer + end - start
             if self.tracing:
                 self.events.append(Event(name, start, end))
 
@@ -59,11 +67,15 @@ class Meter:
         traffic = self.traffic[operation, axis]
         traffic.calls += 1
         traffic.bytes += size
+        if self.tracing:
+            now = time.perf_counter()
+            self.events.append(Event(f"sent {operation}[{axis}]", now, now))
 
     def waited(self, operation: str, axis: str, start: float) -> None:
         """Add the time since `start` to what was waited for a collective."""
         end = time.perf_counter()
         self.traffic[operation, axis].seconds += end - start
+        self._charged += end - start
         if self.tracing:
             self.events.append(Event(f"{operation}[{axis}]", start, end))
 

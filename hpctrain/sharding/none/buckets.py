@@ -15,7 +15,7 @@ class Bucket:
         self.parameters = parameters
         self.flat = torch.zeros(sum(p.numel() for p in parameters), dtype=dtype, device=parameters[0].device)
         sizes = [p.numel() for p in parameters]
-        self.views = [part.view(p.shape) for part, p in zip(self.flat.split(sizes), parameters)]
+        self.views = [part.view(p.shape) for part, p in zip(torch.split(self.flat, sizes), parameters)]
         self.missing = 0
         self.pending: Pending | None = None
 

@@ -1,0 +1,92 @@
+"""Which checkpoints a folder holds. Reads manifests only; `verify` reads everything."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from hpctrain.checkpoint.manifest import FOLDER, MANIFEST, POINTER, Manifest, load_manifest, parse_step
+from hpctrain.errors import CheckpointError
+
+
+def serial(folder: Path) -> int:
+    """Place of a checkpoint in the order of commits, from 1; 0 where its manifest cannot be read."""
+    try:
+        return load_manifest(folder).serial
+    except CheckpointError:
+        return 0
+
+
+def committed(root: Path) -> list[Path]:
+    """Folders of committed steps in `RUN/checkpoints`, valid or not, in no order."""
+    if not root.is_dir():
+        return []
+    return [p for p in root.iterdir() if parse_step(p.name) is not None and p.is_dir()]
+
+
+def pointer(root: Path) -> str | None:
+    """What the pointer says, whether or not that makes sense; None where there is none."""
+    try:
+        return (root / POINTER).read_bytes().decode(errors="replace").strip()
+    except OSError:
+        return None
+
+
+def root_of(path: Path) -> Path:
+    """The folder of checkpoints that belongs to a run folder, or `path` itself if it is one."""
+    return path / FOLDER if (path / FOLDER).is_dir() or path.name != FOLDER else path
+
+
+def candidates(path: Path) -> list[Path]:
+    """Checkpoints to try, the last commit first.
+
+    Those without a readable manifest come before all others: one of them may be the last commit, so none is
+    passed over in silence.
+
+    Args:
+        path: a run folder, a folder of checkpoints, or one checkpoint.
+    """
+    if parse_step(path.name) is not None or (path / MANIFEST).is_file():
+        return [path] if path.is_dir() else []
+    found = [(serial(p), p.name, p) for p in committed(root_of(path))]
+    return [p for s, _, p in sorted(found, key=lambda f: (f[0] == 0, f[0], f[1]), reverse=True)]
+
+
+@dataclass(frozen=True)
+class Listing:
+    """A line of `ls`.
+
+    Attributes:
+        path: the checkpoint's folder.
+        step: from its name.
+        latest: the pointer names it.
+        manifest: None where it cannot be read.
+        damage: why it cannot; empty where it can.
+    """
+
+    path: Path
+    step: int
+    latest: bool
+    manifest: Manifest | None
+    damage: str = ""
+
+
+def ls(path: Path) -> list[Listing]:
+    """What there is, in the order of steps, by manifests alone.
+
+    Args:
+        path: a run folder, a folder of checkpoints, or one checkpoint.
+    """
+    lines = []
+    for folder in candidates(path):
+        latest = pointer(folder.parent) == folder.name
+        manifest, damage = None, ""
+        try:
+            manifest = load_manifest(folder)
+        except CheckpointError as error:
+            damage = str(error)
+        step = parse_step(folder.name)
+        if step is None:
+            step = manifest.step if manifest else 0
+        lines.append(Listing(folder, step, latest, manifest, damage))
+    return sorted(lines, key=lambda line: (line.step, line.path.name))

@@ -1,0 +1,76 @@
+"""`hpctrain config`: recipes, resolved configurations, and the meaning of every key."""
+
+from __future__ import annotations
+
+import json
+
+import click
+
+from hpctrain.config.keys import keys
+from hpctrain.config.load import description, dump, load, recipes
+from hpctrain.config.schema import RunConfig
+from hpctrain.layout.parameters import parameter_specs
+
+JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+
+
+@click.group()
+def config() -> None:
+    """Show recipes, and what every setting means."""
+
+
+@config.command(epilog="\b\nExample:  hpctrain config show gpt-tiny parallel.tp=1")
+@click.argument("recipe")
+@click.argument("overrides", metavar="[KEY=VALUE]...", nargs=-1)
+@JSON
+def show(recipe: str, overrides: tuple[str, ...], as_json: bool) -> None:
+    """Print the whole configuration that RECIPE and overrides stand for.
+
+    RECIPE is a name from `hpctrain config list` or a YAML file; what this prints is such a file.
+    """
+    resolved = load(recipe, overrides)
+    click.echo(resolved.model_dump_json(indent=2) if as_json else dump(resolved).rstrip())
+
+
+@config.command("list", epilog="\b\nExample:  hpctrain config list")
+@JSON
+def list_(as_json: bool) -> None:
+    """List the recipes of the package: name, parameters, what it is."""
+    rows = [(sum(s.numel for s in parameter_specs(load(n).model)), n, description(n)) for n in recipes()]
+    rows.sort()
+    if as_json:
+        names = ("parameters", "name", "description")
+        click.echo(json.dumps([dict(zip(names, row)) for row in rows], indent=2))
+        return
+    for parameters, name, about in rows:
+        click.echo(f"{name:12} {_short(parameters):>6}  {about}")
+
+
+@config.command(epilog="\b\nExample:  hpctrain config schema | grep -A1 optimizer")
+@JSON
+def schema(as_json: bool) -> None:
+    """Print every key with its default, what it accepts and what it means; --json prints a JSON schema."""
+    if as_json:
+        click.echo(json.dumps(RunConfig.model_json_schema(), indent=2))
+        return
+    for key in keys().values():
+        if key.kind == "section":
+            click.echo(f"\n# {key.path}: {key.description}")
+        else:
+            click.echo(f"{key.path}={_plain(key.default)}")
+            click.echo("    " + f"{key.allowed.removeprefix('must be ')}. {key.description}".strip())
+
+
+def _plain(value: object) -> str:
+    """A value as it is written on the command line."""
+    if value is None:
+        return "null"
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _short(count: int) -> str:
+    """Three digits of a count with k, M, B or T: 8.03B."""
+    for size, unit in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if count >= size:
+            return f"{count / size:.3g}{unit}"
+    return str(count)

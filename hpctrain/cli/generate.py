@@ -1,0 +1,36 @@
+"""`hpctrain generate`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+
+@click.command(epilog='Example: hpctrain generate runs/gpt-tiny --prompt "def main(" parallel.tp=1')
+@click.argument("run", type=click.Path(path_type=Path))
+@click.argument("overrides", metavar="[KEY=VALUE]...", nargs=-1)
+@click.option("--prompt", default="", help="Text to continue.")
+@click.option("--tokens", type=click.IntRange(1), default=200, show_default=True, help="Longest continuation.")
+@click.option("--temperature", type=click.FloatRange(0), default=0.8, show_default=True, help="0 takes the likeliest.")
+@click.option("--top-k", type=click.IntRange(0), default=0, help="Choose among the k likeliest; 0 among all.")
+@click.option("--seed", type=int, default=0, show_default=True)
+def generate(
+    run: Path, overrides: tuple[str, ...], prompt: str, tokens: int, temperature: float, top_k: int, seed: int
+) -> None:
+    """Sample text from the newest checkpoint in the folder RUN.
+
+    parallel.tp=N reads the checkpoint under another tensor parallelism, on N ranks of this machine.
+    """
+    from hpctrain.config.load import load
+    from hpctrain.errors import CheckpointError
+    from hpctrain.launch.local import run_local
+    from hpctrain.train.generate import Sampling, generate_main
+
+    if not (run / "config.yaml").exists():
+        raise CheckpointError(f"{run} is not a run folder (no config.yaml): give the folder that training named.")
+    config = load(run / "config.yaml", overrides)
+    settings = config.model_dump(mode="json")
+    settings["sharding"] |= {"engine": "none", "stage": 0}
+    how = Sampling(tokens, temperature, top_k, seed)
+    print(run_local(generate_main, (settings, run, prompt, how), config.parallel.tp, run)[0])

@@ -1,0 +1,93 @@
+"""`hpctrain train`."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+from typing import TYPE_CHECKING
+
+import click
+
+if TYPE_CHECKING:
+    from hpctrain.config.schema import RunConfig
+    from hpctrain.train.run import Summary
+
+
+@click.command(epilog="Example: hpctrain train gpt-tiny parallel.tp=2 sharding.stage=1 train.steps=100")
+@click.argument("recipe")
+@click.argument("overrides", metavar="[KEY=VALUE]...", nargs=-1)
+def train(recipe: str, overrides: tuple[str, ...]) -> None:
+    """Train RECIPE, a name from `hpctrain config list` or a YAML file.
+
+    Alone, it starts cluster.gpus_per_node ranks on this machine. Under torchrun, srun or mpirun it is one of
+    their ranks. A run whose folder holds a checkpoint is continued.
+    """
+    from hpctrain.config.load import load
+    from hpctrain.launch.identity import detect
+
+    config = load(recipe, overrides)
+    if detect(os.environ) is not None:
+        _as_rank(config.model_dump(mode="json"))
+    else:
+        _on_this_machine(config)
+
+
+def _as_rank(settings: dict[str, object]) -> None:
+    from hpctrain.launch.rank import run_rank
+    from hpctrain.train.run import rank_main
+
+    summary = run_rank(rank_main, (settings, True))
+    if os.environ.get("RANK", "0") == "0":
+        _show(summary)
+
+
+def _on_this_machine(config: RunConfig) -> None:
+    from hpctrain.config.validate import validate
+    from hpctrain.errors import ConfigError
+    from hpctrain.launch.local import run_local
+    from hpctrain.telemetry.console import ConsoleView, follow
+    from hpctrain.telemetry.sinks import METRICS_FILE
+    from hpctrain.train.run import rank_main
+
+    if config.cluster.nodes > 1:
+        raise ConfigError(
+            "cluster.nodes", config.cluster.nodes, "this command starts ranks on one machine",
+            "set cluster.nodes=1, or start it on every node with srun or torchrun",
+        )  # fmt: skip
+    world = config.cluster.gpus_per_node
+    validate(config, world)
+    print(f"run folder {config.run_folder}, {world} ranks on this machine", flush=True)
+    view, done, began = ConsoleView(config.train.steps, sys.stdout), threading.Event(), time.time()
+
+    def show() -> None:
+        for record in follow(config.run_folder / METRICS_FILE, done.is_set):
+            if str(record.get("time", "")) >= _iso(began):
+                view.write(record)
+
+    viewer = threading.Thread(target=show, daemon=True)
+    viewer.start()
+    try:
+        settings = config.model_dump(mode="json")
+        summaries = run_local(rank_main, (settings, False), world, config.run_folder, threads=config.cluster.threads)
+    finally:
+        done.set()
+        viewer.join(5)
+        view.close()
+    _show(summaries[0])
+
+
+def _iso(seconds: float) -> str:
+    import datetime
+
+    return datetime.datetime.fromtimestamp(seconds, datetime.timezone.utc).isoformat(timespec="microseconds")
+
+
+def _show(summary: Summary) -> None:
+    if summary.steps_now == 0:
+        print(f"all {summary.steps} steps were done already; a longer train.steps continues this run")
+    if summary.loss is not None:
+        entropy = summary.unigram_entropy
+        print(f"validation loss {summary.loss:.4f} nats/token; the corpus' unigram entropy is {entropy:.4f}")
+    print(f"run folder {summary.folder}")

@@ -1,0 +1,170 @@
+"""Rules between settings, and between settings and the number of ranks.
+
+Each rule is one small function of the configuration and the layout that raises `ConfigError` with the mend.
+What concerns one setting alone is in the schema.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from hpctrain.config.schema import RunConfig
+from hpctrain.errors import ConfigError
+from hpctrain.layout.layout import Layout
+from hpctrain.layout.placement import misfit, tp_sizes
+
+Rule = Callable[[RunConfig], None]
+LayoutRule = Callable[[RunConfig, Layout], None]
+
+
+def validate(config: RunConfig, world: int) -> None:
+    """Check that a configuration can run on `world` ranks.
+
+    Raises:
+        ConfigError: the first rule that is broken.
+    """
+    for rule in RULES:
+        rule(config)
+    layout = Layout.of(config.parallel, world)
+    for layout_rule in LAYOUT_RULES:
+        layout_rule(config, layout)
+
+
+def _available(config: RunConfig) -> None:
+    for axis, name in {"pp": "pipeline", "cp": "context", "ep": "expert", "etp": "expert tensor"}.items():
+        if (size := getattr(config.parallel, axis)) > 1:
+            _refuse(f"parallel.{axis}", size, f"{name} parallelism is not available in this version", "use 1")
+    if config.parallel.sp:
+        _refuse("parallel.sp", True, "sequence parallelism is not available in this version", "use false")
+    if config.engine == "fsdp":
+        _refuse("sharding.engine", "fsdp", "is not available in this version", "use deepspeed with sharding.stage=3")
+
+
+def _attention_shape(config: RunConfig) -> None:
+    model = config.model
+    if model.head_dim is None and model.hidden % model.heads:
+        _refuse("model.heads", model.heads, f"must divide model.hidden={model.hidden}", "or give model.head_dim")
+    if model.heads % model.kv:
+        allowed = _either(_divisors(model.heads))
+        _refuse("model.kv_heads", model.kv_heads, f"must divide model.heads={model.heads}", f"use {allowed}")
+
+
+def _positions(config: RunConfig) -> None:
+    model, seq = config.model, config.data.seq
+    if model.position == "rope" and model.head_width % 2:
+        path = "model.head_dim" if model.head_dim else "model.heads"
+        value = model.head_dim or model.heads
+        reason = f"rotary positions need heads of even width, and theirs is {model.head_width}"
+        _refuse(path, value, reason, "give an even model.head_dim")
+    if model.rope_scaling and model.position != "rope":
+        _refuse("model.rope_scaling", "set", "needs model.position=rope", "use model.rope_scaling=null")
+    if model.max_seq < seq:
+        _refuse("data.seq", seq, f"must be at most model.max_seq={model.max_seq}", f"use model.max_seq={seq}")
+
+
+def _sharding_rules(config: RunConfig) -> None:
+    engine, stage = config.engine, config.sharding.stage
+    if engine == "none" and stage:
+        _refuse("sharding.stage", stage, "sharding.engine=none is ZeRO stage 0", "use sharding.engine=deepspeed")
+    if engine == "deepspeed" and not stage:
+        reason = "sharding.engine=deepspeed has stages 1 to 3"
+        _refuse("sharding.stage", 0, reason, "use sharding.engine=none, which is stage 0")
+    if engine == "deepspeed" and config.train.precision == "float64":
+        reason = "only sharding.engine=none computes in float64"
+        _refuse("train.precision", "float64", reason, "use float32, bf16 or fp16, or sharding.stage=0")
+    for what in ("optimizer", "params"):
+        if (place := getattr(config.sharding.offload, what)) == "none":
+            continue
+        if engine != "deepspeed":
+            _refuse(f"sharding.offload.{what}", place, "needs sharding.engine=deepspeed", "use none")
+        _refuse(f"sharding.offload.{what}", place, "offloading is not available in this version", "use none")
+
+
+def _learning_rate(config: RunConfig) -> None:
+    options, steps = config.optimizer, config.train.steps
+    if options.warmup >= steps:
+        _refuse(
+            "optimizer.warmup", options.warmup, f"must be less than train.steps={steps}", f"use at most {steps - 1}"
+        )
+    if options.schedule == "wsd":
+        decay = options.decay_steps(steps)
+        if options.warmup + decay > steps:
+            reason = f"warm-up of {options.warmup} and decay of {decay} must fit in train.steps={steps}"
+            _refuse("optimizer.decay", options.decay, reason, f"use at most {steps - options.warmup}")
+    elif options.decay:
+        _refuse("optimizer.decay", options.decay, "only optimizer.schedule=wsd has a final decay", "use 0")
+    if options.batch_rule != "none" and not options.base_global_batch:
+        _refuse("optimizer.batch_rule", options.batch_rule, "needs optimizer.base_global_batch", "or use none")
+    if options.batch_rule == "none" and options.base_global_batch:
+        reason = "has no effect with optimizer.batch_rule=none"
+        _refuse("optimizer.base_global_batch", options.base_global_batch, reason, "use batch_rule linear or sqrt")
+
+
+def _evaluation(config: RunConfig) -> None:
+    train = config.train
+    if train.eval_every and not train.eval_batches:
+        _refuse("train.eval_every", train.eval_every, "needs train.eval_batches of at least 1", "or use 0")
+    if train.eval_batches and not config.data.validation:
+        fix = "set train.eval_batches=0 or a share such as data.validation=0.01"
+        _refuse("data.validation", config.data.validation, "leaves nothing to evaluate on", fix)
+
+
+def _checkpoints(config: RunConfig) -> None:
+    checkpoint, steps = config.checkpoint, config.train.steps
+    if checkpoint.every > steps and not checkpoint.at_end:
+        reason = f"saves nothing in train.steps={steps}"
+        _refuse("checkpoint.every", checkpoint.every, reason, "use a smaller one, or checkpoint.at_end=true")
+    if checkpoint.resume == "must" and checkpoint.load:
+        reason = "has no effect with checkpoint.resume=must, which continues this run or stops"
+        _refuse("checkpoint.load", str(checkpoint.load), reason, "use checkpoint.resume=auto")
+
+
+def _tensor_parallel(config: RunConfig, layout: Layout) -> None:
+    model, tp = config.model, layout.tp
+    reasons = {
+        "heads": f"must divide model.heads={model.heads}",
+        "kv_heads": f"must divide model.kv_heads={model.kv} or be a multiple of it",
+        "ffn": f"must divide the MLP's width, model.ffn={model.ffn_width}",
+        "vocab": f"must be at most model.vocab={model.vocab}",
+    }
+    if cut := misfit(model, tp):
+        _refuse("parallel.tp", tp, reasons[cut], f"use {_either(tp_sizes(model, layout.world))}")
+
+
+def _batch(config: RunConfig, layout: Layout) -> None:
+    batch, micro = config.train.global_batch, config.train.micro_batch
+    group = layout.dp * micro
+    if batch % group == 0:
+        return
+    near = [n for n in (batch // group * group, (batch // group + 1) * group) if n]
+    fix = f"use {_either(near)}"
+    if batch % layout.dp == 0:
+        fits = [m for m in _divisors(batch // layout.dp) if m < micro]
+        fix += f", or train.micro_batch={fits[-1]}"
+    reason = f"must be a multiple of dp x micro_batch = {layout.dp} x {micro} = {group}"
+    _refuse("train.global_batch", batch, reason, fix)
+
+
+RULES: tuple[Rule, ...] = (
+    _available,
+    _attention_shape,
+    _positions,
+    _sharding_rules,
+    _learning_rate,
+    _evaluation,
+    _checkpoints,
+)
+LAYOUT_RULES: tuple[LayoutRule, ...] = (_tensor_parallel, _batch)
+
+
+def _refuse(path: str, value: object, allowed: str, fix: str = "") -> None:
+    raise ConfigError(path, value, allowed, fix)
+
+
+def _divisors(n: int) -> list[int]:
+    return [d for d in range(1, n + 1) if n % d == 0]
+
+
+def _either(values: Iterable[int]) -> str:
+    *most, last = map(str, values)
+    return f"{', '.join(most)} or {last}" if most else last

@@ -1,0 +1,256 @@
+"""How the ranks of a job find each other: one TCP store, and a roll call in it.
+
+Where the launcher names a store (torchrun), it is used. Elsewhere rank 0 binds a free port and tells the others
+where: by an MPI broadcast where an MPI library works, and always in a file of the shared run folder. The file's
+name holds job, step and restart, and a reader believes it only when a store of the same key answers there, so
+what an earlier life left behind is never used. Nobody falls back to its own host: that would make several
+worlds of one.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import socket
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hpctrain.errors import LaunchError
+from hpctrain.launch.identity import Identity
+from hpctrain.launch.rollcall import Arrival, Verdict, judge
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
+
+PROBE_S = 3.0
+"""How long one address of rank 0 may take to answer."""
+
+_KEY = "hpctrain/key"
+_MPI_BYTES = 4096
+
+
+def meet(identity: Identity, folder: Path, arrival: Arrival, timeout_s: float) -> tuple[Store, Verdict]:
+    """Find the other ranks. Collective; returns on all ranks, or raises on all that came.
+
+    Args:
+        identity: this rank.
+        folder: run folder, shared by all nodes.
+        arrival: what this rank says of itself.
+        timeout_s: longest wait for the others.
+
+    Returns:
+        A store of this life of the job, and what rank 0 concluded.
+
+    Raises:
+        LaunchError: rank 0 cannot be found, ranks are missing, or they do not fit together.
+    """
+    import torch.distributed as dist
+
+    if identity.world == 1:
+        return dist.HashStore(), judge({0: arrival}, 1, 0.0)  # type: ignore[attr-defined]
+    deadline = time.monotonic() + timeout_s
+    store = _named_store(identity, timeout_s) if identity.master else _own_store(identity, folder, deadline, timeout_s)
+    store = dist.PrefixStore(f"hpctrain/{identity.key}", store)  # type: ignore[attr-defined]
+    return store, _roll_call(store, identity, arrival, deadline, timeout_s)
+
+
+def rendezvous_file(folder: Path, identity: Identity) -> Path:
+    """Where rank 0 says in which store to meet."""
+    return folder / "rendezvous" / f"{identity.key}.json"
+
+
+def _roll_call(store: Store, identity: Identity, arrival: Arrival, deadline: float, timeout_s: float) -> Verdict:
+    rank, world = identity.rank, identity.world
+    if store.add(f"seen/{rank}", 1) > 1:
+        raise LaunchError(
+            f"two processes say that they are rank {rank} of {world}: "
+            "start each rank once, and give each its own RANK if it is set by hand."
+        )
+    store.set(f"rank/{rank}", arrival.dump())
+    if rank == 0:
+        here: dict[int, Arrival] = {}
+
+        def all_here() -> bool:
+            for other in set(range(world)) - here.keys():
+                if store.check([f"rank/{other}"]):
+                    here[other] = Arrival.load(store.get(f"rank/{other}"))
+            return len(here) == world
+
+        _until(all_here, deadline)
+        verdict = judge(here, world, timeout_s)
+        store.set("verdict", verdict.dump())
+        if verdict.error:
+            _until(lambda: store.add("told", 0) >= len(here) - 1, time.monotonic() + PROBE_S)
+    else:
+        try:
+            # Rank 0 began to wait before this rank could reach it, so its verdict comes first.
+            if not _until(lambda: store.check(["verdict"]), time.monotonic() + timeout_s + 2 * PROBE_S):
+                raise LaunchError(f"rank {rank} reached the store of rank 0 but heard nothing in {timeout_s:.0f} s.")
+            verdict = Verdict.load(store.get("verdict"))
+            store.add("told", 1)
+        except RuntimeError as error:
+            raise LaunchError(
+                f"rank {rank} lost rank 0 while the ranks were meeting ({error}): look at the end of its log."
+            ) from None
+    if verdict.error:
+        raise LaunchError(verdict.error)
+    return verdict
+
+
+def _until(condition: Callable[[], bool], deadline: float) -> bool:
+    """Poll in steps that grow: a blocking wait of the store would hold signals back for as long."""
+    pause = 0.005
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(pause)
+        pause = min(pause * 1.5, 0.25)
+    return True
+
+
+def _named_store(identity: Identity, timeout_s: float) -> Store:
+    assert identity.master is not None
+    host, port, hosted = identity.master
+    serve = identity.rank == 0 and not hosted
+    try:
+        return _tcp_store(host, port, identity.world, serve, timeout_s)
+    except RuntimeError as error:
+        what = "serve the store on" if serve else "reach the store on"
+        raise LaunchError(
+            f"rank {identity.rank} cannot {what} {host}:{port} within {timeout_s:.0f} s "
+            f"({str(error).splitlines()[0]}): check MASTER_ADDR and MASTER_PORT, and that rank 0 runs there."
+        ) from None
+
+
+def _tcp_store(host: str, port: int, world: int, serve: bool, timeout_s: float) -> Store:
+    import torch.distributed as dist
+
+    timeout = datetime.timedelta(seconds=timeout_s)
+    store: Store = dist.TCPStore(host, port, world, serve, timeout, wait_for_workers=False)  # type: ignore[attr-defined]
+    return store
+
+
+def _own_store(identity: Identity, folder: Path, deadline: float, timeout_s: float) -> Store:
+    path = rendezvous_file(folder, identity)
+    store: Store | None = None
+    note = ""
+    if identity.rank == 0:
+        store = _tcp_store("127.0.0.1", 0, identity.world, True, timeout_s)
+        store.set(_KEY, identity.key)
+        note = json.dumps({"port": store.port, "hosts": _addresses(identity)})  # type: ignore[attr-defined]
+        _publish(path, note)
+    told = _mpi_broadcast(identity, note, deadline) if identity.mpi else None
+    if store is not None:
+        return store
+
+    tried: list[str] = []
+
+    def join() -> bool:
+        nonlocal store
+        text = told or _read(path)
+        if text is not None:
+            store = _join(identity, text, timeout_s, tried)
+        return store is not None
+
+    if not _until(join, deadline) or store is None:
+        if tried:
+            raise LaunchError(
+                f"rank {identity.rank} read {path} but reached rank 0 at none of {', '.join(tried)} within "
+                f"{timeout_s:.0f} s: check that rank 0 is alive and that nodes may connect to each other on any port."
+            )
+        raise LaunchError(
+            f"rank {identity.rank} found no {path} within {timeout_s:.0f} s: check that rank 0 is alive, and that "
+            f"{folder} is on a file system that all nodes share."
+        )
+    return store
+
+
+def _addresses(identity: Identity) -> list[str]:
+    """Where others may reach this host, the likeliest first."""
+    if identity.one_host:
+        return ["127.0.0.1"]
+    import psutil
+
+    found = [os.environ.get("SLURMD_NODENAME", ""), socket.gethostname()]
+    for cards in psutil.net_if_addrs().values():
+        found += [card.address for card in cards if card.family == socket.AF_INET]
+    return [host for host in dict.fromkeys(found) if host and not host.startswith("127.")]
+
+
+def _publish(path: Path, text: str) -> None:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        part = path.with_name(f".{path.name}.{os.getpid()}")
+        with part.open("w") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        part.replace(path)
+    except OSError as error:
+        raise LaunchError(f"rank 0 cannot write {path} ({error.strerror}): the run folder must be writable.") from None
+
+
+def _read(path: Path) -> str | None:
+    # Listing the folder makes NFS look again; a failed open alone may be answered from its cache for a minute.
+    with suppress(OSError):
+        if path.name in os.listdir(path.parent):
+            return path.read_text()
+    return None
+
+
+def _join(identity: Identity, text: str, timeout_s: float, tried: list[str]) -> Store | None:
+    """The store of this life of the job, or None where nobody, or somebody else, listens."""
+    try:
+        where = json.loads(text)
+        port, hosts = int(where["port"]), list(where["hosts"])
+    except (ValueError, KeyError, TypeError):
+        return None
+    for host in hosts:
+        if f"{host}:{port}" not in tried:
+            tried.append(f"{host}:{port}")
+        # TCPStore retries, with warnings, until its timeout: see first whether anybody listens.
+        with suppress(OSError, RuntimeError):
+            socket.create_connection((host, port), PROBE_S).close()
+            store = _tcp_store(host, port, identity.world, False, PROBE_S)
+            if store.check([_KEY]) and store.get(_KEY).decode() == identity.key:
+                store.set_timeout(datetime.timedelta(seconds=timeout_s))
+                return store
+    return None
+
+
+def _mpi_broadcast(identity: Identity, note: str, deadline: float) -> str | None:
+    """Rank 0's note through MPI, or None where MPI is not to be had.
+
+    MPI is finalized straight away: left for the end, MPI_Finalize of a rank that failed would wait for the
+    others, and they for it.
+    """
+    try:
+        import mpi4py
+
+        mpi4py.rc.initialize = False
+        from mpi4py import MPI
+    except (ImportError, RuntimeError):
+        return None
+    if MPI.Is_initialized() or not _speaks(MPI.Get_library_version(), identity.mpi):
+        return None
+    MPI.Init()
+    world: Any = MPI.COMM_WORLD
+    try:
+        if (world.Get_rank(), world.Get_size()) != (identity.rank, identity.world):
+            return None  # the library did not understand its launcher: every rank is a world of one
+        buffer = bytearray(note.encode().ljust(_MPI_BYTES))
+        request = world.Ibcast(buffer, 0)
+        if not _until(request.Test, deadline):
+            raise LaunchError(f"rank {identity.rank} waited in vain for the MPI broadcast of rank 0.")
+        return buffer.decode().strip()
+    finally:
+        MPI.Finalize()
+
+
+def _speaks(library: str, wire_up: str) -> bool:
+    """Whether an MPI library can start under a launcher; one that cannot ends the process."""
+    return wire_up == ("pmix" if "Open MPI" in library else "pmi")

@@ -1,0 +1,127 @@
+"""Bytes that a rank needs to train, before anything is allocated. Plain arithmetic over the table of parameters.
+
+State is exact: weights, gradients and optimizer state of the boxes that the rank holds. Activations are an
+estimate of what backward needs, without recomputation: per token and layer the inputs and outputs of the two
+norms, queries, keys, values and attention output, and what the MLP keeps; attention scores are taken not to be
+stored (fused attention). Allocator waste, communication buffers and the framework itself are not counted.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from hpctrain.config.schema import RunConfig
+from hpctrain.errors import ConfigError
+from hpctrain.layout.layout import Layout
+from hpctrain.layout.placement import cut_of, placements, tp_sizes
+
+GIB = 2**30
+COMPUTE_BYTES = {"float32": 4, "float64": 8, "bf16": 2, "fp16": 2}
+"""Bytes of a weight and of an activation."""
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes on one rank."""
+
+    weights: int
+    gradients: int
+    optimizer: int
+    activations: int
+
+    @property
+    def total(self) -> int:
+        return self.weights + self.gradients + self.optimizer + self.activations
+
+    def describe(self) -> str:
+        """All parts in GiB."""
+        parts = ("weights", "gradients", "optimizer", "activations")
+        return ", ".join(f"{part} {getattr(self, part) / GIB:.3g}" for part in parts) + " GiB"
+
+
+def estimate(config: RunConfig, layout: Layout) -> Memory:
+    """What the fullest rank of a layout needs. Pipeline and context parallelism are not priced."""
+    assert layout.pp == layout.cp == 1, layout
+    held = [p.local_shape for p in placements(config.model, layout, 0).values()]
+    return _estimate(config, layout, sum(math.prod(shape) for shape in held))
+
+
+def _estimate(config: RunConfig, layout: Layout, numel: int) -> Memory:
+    """`numel`: parameters of the rank before ZeRO shards them."""
+    compute = COMPUTE_BYTES[config.train.precision]
+    master = max(compute, 4)
+    stage = config.sharding.stage if config.engine == "deepspeed" else 0
+    shard = -(-numel // layout.dp)
+    separate = compute < master or config.engine == "deepspeed"  # DeepSpeed copies even float32 weights
+    copies = 2 + separate  # two moments, and the master weights
+    return Memory(
+        weights=compute * (shard if stage >= 3 else numel),
+        gradients=master * (shard if stage >= 2 else numel),
+        optimizer=copies * master * (shard if stage >= 1 else numel),
+        activations=activation_bytes(config, layout.tp),
+    )
+
+
+def activation_bytes(config: RunConfig, tp: int) -> int:
+    """Activations of one micro-batch that backward needs, and the logits with their gradient."""
+    model, width = config.model, COMPUTE_BYTES[config.train.precision]
+    wide = max(width, 4)
+    heads, ffn, vocab = (cut_of(model, cut, tp, 0)[1] for cut in ("heads", "ffn", "vocab"))
+    norms = 4 * model.hidden
+    attention = 4 * heads * model.head_width  # keys and values are repeated to all heads before attention
+    mlp = (4 if model.gated else 2) * ffn
+    masks = 2 * model.hidden if model.dropout else 0
+    layers = model.layers * (norms + attention + mlp + masks) * width
+    ends = 2 * model.hidden * width
+    logits = vocab * (width + 2 * wide)  # as computed, their exponentials, their gradient
+    seen = config.data.seq if config.data.document_mask else 0
+    return config.train.micro_batch * config.data.seq * (layers + ends + logits + seen)
+
+
+def check_memory(config: RunConfig, layout: Layout, available: int) -> None:
+    """Refuse a run that cannot fit.
+
+    Args:
+        available: bytes that one rank may use.
+
+    Raises:
+        ConfigError: the estimate is above it; says what would fit.
+    """
+    need = estimate(config, layout)
+    if need.total <= available:
+        return
+    mildest: dict[tuple[str, ...], dict[str, int]] = {}
+    for changes in _alternatives(config, layout, available):
+        mildest.setdefault(tuple(changes), changes)
+    fewest = min(map(len, mildest), default=0)
+    names = [" ".join(f"{k}={v}" for k, v in c.items()) for c in mildest.values() if len(c) == fewest]
+    fix = "use " + ", or ".join(names) if names else "use more ranks or a smaller model"
+    raise ConfigError(
+        "memory", f"{need.total / GIB:.3g} GiB", f"a rank has {available / GIB:.3g} GiB for {need.describe()}", fix
+    )
+
+
+def _alternatives(config: RunConfig, layout: Layout, available: int) -> Iterator[dict[str, int]]:
+    """Changes of micro-batch, stage and tp on the same ranks that fit; the mildest of each first."""
+    micro, stage, ranks = config.train.micro_batch, config.sharding.stage, layout.world
+    micros = [m for m in range(micro, 0, -1) if micro % m == 0]
+    fixed = config.train.precision == "float64" or config.sharding.engine == "none"
+    stages = [stage] if fixed else range(stage, 4)
+    for tp in (t for t in tp_sizes(config.model, ranks) if t >= layout.tp):
+        resized = Layout(dp=ranks // tp, tp=tp)
+        numel = sum(math.prod(p.local_shape) for p in placements(config.model, resized, 0).values())
+        for s, m in itertools.product(stages, micros):
+            if config.train.global_batch % (resized.dp * m) or (s > stage and resized.dp == 1):
+                continue
+            changed = config.model_copy(
+                update={
+                    "sharding": config.sharding.model_copy(update={"stage": s}),
+                    "train": config.train.model_copy(update={"micro_batch": m}),
+                }
+            )
+            if _estimate(changed, resized, numel).total <= available:
+                values = {"train.micro_batch": (m, micro), "sharding.stage": (s, stage), "parallel.tp": (tp, layout.tp)}
+                yield {key: new for key, (new, old) in values.items() if new != old}

@@ -1,0 +1,116 @@
+"""Sampling text from a checkpoint, under any tensor parallelism."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hpctrain.checkpoint.collective import find
+from hpctrain.config.schema import RunConfig
+from hpctrain.data.tokenizer import tokenizer_of
+from hpctrain.errors import CheckpointError
+from hpctrain.launch.bootstrap import process_group
+from hpctrain.launch.identity import ALONE, detect
+from hpctrain.layout.layout import Layout
+from hpctrain.layout.parameters import parameter_specs
+from hpctrain.layout.placement import replica_groups
+from hpctrain.model.random import stream_key
+from hpctrain.model.transformer import Transformer
+from hpctrain.parallel.comm import Axis, all_gather
+from hpctrain.parallel.mesh import Mesh, build_mesh
+from hpctrain.parallel.parallelize import Records, build_model
+from hpctrain.sharding.state import WEIGHT, StateReader, region
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How tokens are chosen.
+
+    Attributes:
+        tokens: how many at most.
+        temperature: 0 takes the likeliest.
+        top_k: choose among so many; 0 among all.
+        seed: of the draws; the same text comes out under every layout.
+    """
+
+    tokens: int = 200
+    temperature: float = 0.8
+    top_k: int = 0
+    seed: int = 0
+
+
+def generate_main(settings: dict[str, Any], checkpoint: Path, prompt: str, sampling: Sampling) -> str:
+    """As one rank of a job: load the weights, continue the prompt.
+
+    Returns:
+        the prompt and what follows it, the same on every rank.
+
+    Raises:
+        CheckpointError: no checkpoint there, none valid, or of another model.
+    """
+    config = RunConfig.model_validate(settings)
+    identity = detect(os.environ) or ALONE
+    cluster = config.cluster
+    with process_group(identity, config.run_folder, cluster.device, cluster.timeout_s, cluster.threads) as world:
+        layout = Layout.of(config.parallel, identity.world)
+        mesh = build_mesh(layout, world.device, replica_groups(config.model, layout), cluster.timeout_s)
+        found = find(checkpoint, mesh.world)
+        if found is None:
+            raise CheckpointError(f"{checkpoint} holds no checkpoint: train first, or give another run folder.")
+        found.reader.expect({s.name: s.shape for s in parameter_specs(config.model)})
+        corpus = found.extra["corpus"]
+        tokenizer = tokenizer_of(corpus["tokenizer"], corpus["tokenizer_sha256"])
+        model, records = build_model(config, mesh)
+        load_weights(model, records, found.reader)
+        ids = tokenizer.encode(prompt.encode()).tolist() or [tokenizer.end_of_document]
+        return tokenizer.decode(sample(model.eval(), mesh, ids, sampling, stop=tokenizer.end_of_document))
+
+
+def load_weights(model: Transformer, records: Records, reader: StateReader) -> None:
+    """Fill a rank's parameters from a checkpoint of any layout."""
+    for name, p in model.named_parameters():
+        for box in records[name].boxes:
+            region(p.data, box).copy_(reader.read(name, WEIGHT, box.start, box.shape))
+
+
+@torch.no_grad()
+def sample(model: Transformer, mesh: Mesh, ids: list[int], how: Sampling, stop: int) -> list[int]:
+    """Continue a sequence of ids until `stop` or `how.tokens` more. Every rank draws the same.
+
+    The whole context is run again for each token; it is cut to the last `max_seq` ids.
+    """
+    generator = torch.Generator().manual_seed(stream_key(how.seed, "generate"))
+    for _ in range(how.tokens):
+        context = torch.tensor([ids[-model.model.max_seq :]], device=mesh.device)
+        logits = gather_vocabulary(model.logits(context)[0, -1].float(), mesh.tp, model.model.vocab).cpu()
+        chosen = draw(logits, how, generator)
+        if chosen == stop:
+            break
+        ids = [*ids, chosen]
+    return ids
+
+
+def draw(logits: Tensor, how: Sampling, generator: torch.Generator) -> int:
+    """One id from logits [vocab]."""
+    if how.temperature == 0:
+        return int(logits.argmax())
+    if how.top_k:
+        kept = min(how.top_k, len(logits))
+        logits = logits.masked_fill(logits < logits.topk(kept).values[-1], -torch.inf)
+    return int(torch.multinomial((logits / how.temperature).softmax(0), 1, generator=generator))
+
+
+def gather_vocabulary(logits: Tensor, tp: Axis, vocab: int) -> Tensor:
+    """All logits [vocab] from each rank's part; parts may differ in length by one."""
+    if tp.size == 1:
+        return logits
+    longest = -(-vocab // tp.size)
+    padded = torch.nn.functional.pad(logits, (0, longest - len(logits)), value=-torch.inf)
+    short = vocab // tp.size
+    parts = [part[: short + (i < vocab % tp.size)] for i, part in enumerate(all_gather(padded, tp))]
+    return torch.cat(parts)

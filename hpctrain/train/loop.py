@@ -1,0 +1,183 @@
+"""The training loop."""
+
+from __future__ import annotations
+
+import math
+import time
+
+import torch
+from torch import Tensor
+
+from hpctrain.config.schema import RunConfig
+from hpctrain.data.prefetch import Prefetch
+from hpctrain.errors import TrainError
+from hpctrain.model.batch import Batch
+from hpctrain.parallel.comm import all_reduce, gather_objects
+from hpctrain.parallel.mesh import Mesh
+from hpctrain.sharding.engine import Engine, StepResult
+from hpctrain.telemetry.memory import peak_memory
+from hpctrain.telemetry.metrics import EvalMetrics, StepMetrics, StepTime, event
+from hpctrain.telemetry.sinks import Sinks
+from hpctrain.train.progress import Progress, engine_name, save_checkpoint
+from hpctrain.train.schedule import learning_rate
+from hpctrain.train.session import Session
+
+
+def train(session: Session, progress: Progress, sinks: Sinks) -> float | None:
+    """Run all steps that are left, then evaluate and save.
+
+    Args:
+        session: what this rank trains with.
+        progress: where the run stands; kept up to date.
+        sinks: take the records of rank 0.
+
+    Returns:
+        The last validation loss, nats a token; None where nothing is kept for validation.
+
+    Raises:
+        TrainError: too many non-finite steps in a row.
+    """
+    config, settings = session.config, session.config.train
+    meter, lap = session.mesh.meter, _Lap(session)
+    evaluated, saved, skipped_in_a_row = None, progress.step, 0
+    with Prefetch(session.training.stream(progress.samples), config.data.prefetch) as batches:
+        while progress.step < settings.steps:
+            with meter.phase("data"):
+                batch = next(batches)
+            lr = learning_rate(config.optimizer, settings, progress.step)
+            loss_sum, valid_tokens, result = train_step(config, session.mesh, session.engine, batch, lr)
+
+            progress.step += 1
+            progress.samples += settings.global_batch
+            progress.tokens += session.throughput.tokens_per_step
+            lap.steps += 1
+            skipped_in_a_row = skipped_in_a_row + 1 if result.skipped else 0
+            if result.skipped:
+                progress.skipped += 1
+                reason = _culprits(session, loss_sum)
+                sinks.write(event("skip", progress.step, reason))
+                if skipped_in_a_row == settings.max_skipped:
+                    raise TrainError(
+                        f"{skipped_in_a_row} steps in a row up to step {progress.step} were not finite ({reason}): "
+                        f"lower optimizer.lr, or look at the data from sample "
+                        f"{progress.samples - skipped_in_a_row * settings.global_batch} on."
+                    )
+
+            if progress.step % settings.log_every == 0 or progress.step in (1, settings.steps):
+                loss = all_reduce(loss_sum, session.mesh.loss).item() / max(valid_tokens, 1)
+                sinks.write(lap.metrics(progress, loss, lr, result).record())
+            if _due(progress.step, settings.eval_every, settings.steps):
+                evaluated = evaluate(session, progress, sinks)
+                lap.restart()
+            if _due(progress.step, config.checkpoint.every, settings.steps):
+                saved = _save(session, progress, sinks)
+                lap.restart()
+    if evaluated is None or progress.step % max(settings.eval_every, 1):
+        evaluated = evaluate(session, progress, sinks)
+    if config.checkpoint.at_end and saved != progress.step:
+        _save(session, progress, sinks)
+    return evaluated
+
+
+def train_step(
+    config: RunConfig, mesh: Mesh, engine: Engine, batch: Batch, lr: float
+) -> tuple[Tensor, int, StepResult]:
+    """One optimizer step over this rank's part of a global batch.
+
+    Returns:
+        this rank's sum of losses; valid tokens of the whole global batch; the engine's result.
+    """
+    meter, micro_batches = mesh.meter, batch.split(config.train.micro_batch)
+    valid = torch.tensor([batch.valid_tokens], dtype=torch.int64, device=mesh.device)
+    valid_tokens = int(all_reduce(valid, mesh.loss).item())
+    engine.begin_step(valid_tokens, len(micro_batches))
+    loss_sum = torch.zeros((), dtype=torch.float64, device=mesh.device)
+    for micro_batch in micro_batches:
+        with meter.phase("forward"):
+            ticket = engine.forward(0, micro_batch.to(mesh.device))
+            loss_sum += ticket.output.detach()
+        with meter.phase("backward"):
+            engine.backward(ticket)
+    with meter.phase("optimizer"):
+        result = engine.step(lr)
+    return loss_sum, valid_tokens, result
+
+
+def evaluate(session: Session, progress: Progress, sinks: Sinks) -> float | None:
+    """Mean loss over the first `train.eval_batches` global batches of the validation part, on all ranks."""
+    data, settings, mesh = session.validation, session.config.train, session.mesh
+    if data is None:
+        return None
+    began = time.perf_counter()
+    totals = torch.zeros(2, dtype=torch.float64, device=mesh.device)
+    rounds = min(settings.eval_batches, math.ceil(data.samples / settings.global_batch))
+    for i in range(rounds):
+        for micro_batch in data.batch(i * settings.global_batch).split(settings.micro_batch):
+            totals[0] += session.engine.evaluate(0, micro_batch.to(mesh.device))
+            totals[1] += micro_batch.valid_tokens
+    loss_sum, tokens = all_reduce(totals, mesh.loss).tolist()
+    loss, seconds = loss_sum / max(tokens, 1), time.perf_counter() - began
+    metrics = EvalMetrics(progress.step, loss, int(tokens), seconds, session.corpus.header.entropy)
+    sinks.write(metrics.record())
+    return float(loss)
+
+
+class _Lap:
+    """The stretch of steps since the last record."""
+
+    def __init__(self, session: Session) -> None:
+        self.session = session
+        self.restart()
+
+    def restart(self) -> None:
+        self.steps, self.began = 0, time.perf_counter()
+        self.session.mesh.meter.reset()
+
+    def metrics(self, progress: Progress, loss: float, lr: float, result: StepResult) -> StepMetrics:
+        """The record of the stretch, which ends here. Collective."""
+        session = self.session
+        times = StepTime.of(session.mesh.meter, time.perf_counter() - self.began, max(self.steps, 1))
+        mfu = session.throughput.mfu(times.step)
+        memory = peak_memory(session.mesh.device)
+        highest = all_reduce(torch.tensor([memory.gib], dtype=torch.float64, device=session.mesh.device),
+                             session.mesh.world, "max")  # fmt: skip
+        scale = session.engine.scalars().get("loss_scale") if session.config.train.precision == "fp16" else None
+        metrics = StepMetrics(
+            step=progress.step,
+            loss=loss,
+            grad_norm=result.grad_norm,
+            lr=lr,
+            tps=session.throughput.tps(times.step),
+            mfu_palm=mfu.palm if mfu else None,
+            mfu_causal=mfu.causal if mfu else None,
+            memory_gib=highest.item(),
+            memory_kind=memory.kind,
+            consumed_samples=progress.samples,
+            consumed_tokens=progress.tokens,
+            skipped_steps=progress.skipped,
+            loss_scale=scale,
+            engine=engine_name(session.config),
+            time=times,
+        )
+        self.restart()
+        return metrics
+
+
+def _due(step: int, every: int, last: int) -> bool:
+    return every > 0 and step % every == 0 and step <= last
+
+
+def _culprits(session: Session, loss_sum: Tensor) -> str:
+    """Which ranks' own loss was not finite. Collective, and called only after a skipped step."""
+    finite = gather_objects(math.isfinite(loss_sum.item()), session.mesh.world)
+    ranks = [rank for rank, fine in enumerate(finite) if not fine]
+    if not ranks:
+        return "the loss was finite on every rank, the gradient was not"
+    return f"loss not finite on rank {', '.join(map(str, ranks))}"
+
+
+def _save(session: Session, progress: Progress, sinks: Sinks) -> int:
+    report = save_checkpoint(session, progress)
+    facts = dict(bytes=report.bytes, seconds=round(report.seconds, 3))
+    sinks.write(event("checkpoint", progress.step, f"saved {report.path}", **facts))
+    return progress.step

@@ -1,0 +1,103 @@
+"""Everything one rank trains with, put together once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from hpctrain.config.schema import RunConfig
+from hpctrain.data.batches import Batches
+from hpctrain.data.corpus import Corpus, Split, check_vocabulary
+from hpctrain.layout.layout import Layout
+from hpctrain.layout.memory import check_memory
+from hpctrain.layout.placement import replica_groups
+from hpctrain.parallel.comm import gather_objects
+from hpctrain.parallel.mesh import Mesh, build_mesh
+from hpctrain.parallel.parallelize import build_model
+from hpctrain.sharding.build import build_engine
+from hpctrain.sharding.engine import Engine
+from hpctrain.telemetry.flops import Throughput, flops_per_token, peak_flops
+from hpctrain.telemetry.memory import available_memory
+
+
+@dataclass
+class Session:
+    """One rank's parts of a run.
+
+    Attributes:
+        config: of the run.
+        mesh: this rank's view of all ranks.
+        engine: model, optimizer and their state.
+        training: this rank's samples, by global sample count.
+        validation: the same of the part kept for it; None where there is none.
+        corpus: what both read.
+        throughput: turns step times into rates.
+    """
+
+    config: RunConfig
+    mesh: Mesh
+    engine: Engine
+    training: Batches
+    validation: Batches | None
+    corpus: Corpus
+    throughput: Throughput
+
+
+def open_session(config: RunConfig, device: torch.device, world: int) -> Session:
+    """Put a rank's parts together. Collective: every rank of the job calls it alike.
+
+    Args:
+        config: validated for `world` ranks.
+        device: where this rank computes.
+        world: number of ranks.
+
+    Raises:
+        DataError: the corpus is not there, damaged, too small or of another vocabulary.
+        ConfigError: the run does not fit in memory.
+    """
+    layout = Layout.of(config.parallel, world)
+    corpus = Corpus.open(config.data.corpus)
+    check_vocabulary(corpus, config.model.vocab)
+    mesh = build_mesh(layout, device, replica_groups(config.model, layout), config.cluster.timeout_s)
+    check_memory(config, layout, _memory_of_a_rank(mesh, config))
+    training, validation = corpus.split(config.data.validation if config.train.eval_batches else 0.0)
+
+    def read(split: Split, seed: int | None) -> Batches:
+        return Batches(
+            split,
+            config.data.seq,
+            seed=seed,
+            global_batch=config.train.global_batch,
+            rank=mesh.dp.index,
+            size=mesh.dp.size,
+            document_mask=config.data.document_mask,
+        )
+
+    model, records = build_model(config, mesh)
+    return Session(
+        config=config,
+        mesh=mesh,
+        engine=build_engine([model], records, mesh, config),
+        training=read(training, config.train.seed),
+        validation=read(validation, None) if validation else None,
+        corpus=corpus,
+        throughput=_throughput(config, mesh),
+    )
+
+
+def _memory_of_a_rank(mesh: Mesh, config: RunConfig) -> int:
+    """Bytes one rank may use: its device's, or its share of the host's."""
+    available = available_memory(mesh.device).bytes
+    sharing = 1 if mesh.device.type == "cuda" else min(config.cluster.gpus_per_node, mesh.world.size)
+    return min(gather_objects(available // sharing, mesh.world))
+
+
+def _throughput(config: RunConfig, mesh: Mesh) -> Throughput:
+    name = torch.cuda.get_device_name(mesh.device) if mesh.device.type == "cuda" else "cpu"
+    return Throughput(
+        tokens_per_step=config.train.global_batch * config.data.seq,
+        devices=mesh.world.size,
+        flops=flops_per_token(config.model, config.data.seq),
+        peak=peak_flops(name, config.train.precision),
+    )

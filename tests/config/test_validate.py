@@ -1,0 +1,131 @@
+"""Every rule between settings: what it refuses, the mend it names, and that the mend works."""
+
+from __future__ import annotations
+
+import pytest
+
+from hpctrain.config.load import load
+from hpctrain.config.validate import validate
+from hpctrain.errors import ConfigError
+
+# overrides of llama-tiny (hidden 128, heads 4, kv_heads 2, ffn 344, vocab 257, global_batch 32, micro_batch 16,
+# 300 steps, tp 2), ranks, the setting blamed, words of the sentence, overrides that mend it
+CASES = [
+    ("parallel.pp=2", 4, "parallel.pp", "pipeline parallelism is not available", "parallel.pp=1"),
+    ("parallel.cp=2", 4, "parallel.cp", "context parallelism is not available", "parallel.cp=1"),
+    ("parallel.ep=2", 4, "parallel.ep", "expert parallelism is not available", "parallel.ep=1"),
+    ("parallel.etp=2", 4, "parallel.etp", "expert tensor parallelism is not available", "parallel.etp=1"),
+    ("parallel.sp=true", 2, "parallel.sp", "sequence parallelism is not available", "parallel.sp=false"),
+    ("sharding.engine=fsdp", 2, "sharding.engine", "use deepspeed", "sharding.engine=deepspeed sharding.stage=3"),
+    ("model.heads=5", 2, "model.heads", "must divide model.hidden=128", "model.heads=4"),
+    ("model.kv_heads=3", 2, "model.kv_heads", "use 1, 2 or 4", "model.kv_heads=1"),
+    ("model.head_dim=33", 2, "model.head_dim", "even width, and theirs is 33", "model.head_dim=34"),
+    ("model.hidden=132", 2, "model.heads", "even width, and theirs is 33", "model.head_dim=34"),
+    (
+        "model.position=learned model.rope_scaling.factor=2",
+        2,
+        "model.rope_scaling",
+        "needs model.position=rope",
+        "model.rope_scaling=null",
+    ),
+    ("data.seq=512", 2, "data.seq", "at most model.max_seq=256; use model.max_seq=512", "model.max_seq=512"),
+    ("sharding.engine=none sharding.stage=1", 2, "sharding.stage", "ZeRO stage 0", "sharding.engine=deepspeed"),
+    ("sharding.engine=deepspeed", 2, "sharding.stage", "use sharding.engine=none", "sharding.engine=none"),
+    ("sharding.stage=1 train.precision=float64", 2, "train.precision", "computes in float64", "sharding.stage=0"),
+    (
+        "sharding.offload.params=cpu",
+        2,
+        "sharding.offload.params",
+        "needs sharding.engine=deepspeed",
+        "sharding.offload.params=none",
+    ),
+    (
+        "sharding.stage=3 sharding.offload.optimizer=nvme",
+        2,
+        "sharding.offload.optimizer",
+        "not available in this version",
+        "sharding.offload.optimizer=none",
+    ),
+    ("train.steps=20", 2, "optimizer.warmup", "less than train.steps=20; use at most 19", "optimizer.warmup=19"),
+    (
+        "optimizer.schedule=wsd optimizer.decay=290",
+        2,
+        "optimizer.decay",
+        "warm-up of 20 and decay of 290 must fit in train.steps=300; use at most 280",
+        "optimizer.decay=280",
+    ),
+    (
+        "optimizer.schedule=wsd optimizer.warmup=280",
+        2,
+        "optimizer.decay",
+        "decay of 30 must fit in train.steps=300; use at most 20",
+        "optimizer.decay=20",
+    ),
+    ("optimizer.decay=3", 2, "optimizer.decay", "only optimizer.schedule=wsd", "optimizer.schedule=wsd"),
+    ("optimizer.batch_rule=sqrt", 2, "optimizer.batch_rule", "base_global_batch", "optimizer.base_global_batch=16"),
+    ("optimizer.base_global_batch=8", 2, "optimizer.base_global_batch", "no effect", "optimizer.batch_rule=linear"),
+    ("train.eval_every=5 train.eval_batches=0", 2, "train.eval_every", "eval_batches", "train.eval_batches=1"),
+    ("data.validation=0", 2, "data.validation", "nothing to evaluate on", "train.eval_batches=0"),
+    ("checkpoint.every=301 checkpoint.at_end=false", 2, "checkpoint.every", "saves nothing", "checkpoint.at_end=true"),
+    ("checkpoint.resume=must checkpoint.load=x", 2, "checkpoint.load", "no effect", "checkpoint.resume=auto"),
+    ("", 3, "parallel.tp", "must divide the 3 ranks", "parallel.tp=1 train.global_batch=48"),
+    ("parallel.tp=3", 3, "parallel.tp", "divide model.heads=4; use 1", "parallel.tp=1 train.global_batch=48"),
+    ("parallel.tp=8", 8, "parallel.tp", "divide model.heads=4; use 1, 2 or 4", "parallel.tp=4"),
+    (
+        "model.heads=12 model.head_dim=16 model.kv_heads=6 parallel.tp=4",
+        4,
+        "parallel.tp",
+        "divide model.kv_heads=6 or be a multiple of it; use 1 or 2",
+        "parallel.tp=2",
+    ),
+    ("model.ffn=345", 2, "parallel.tp", "model.ffn=345; use 1", "parallel.tp=1"),
+    ("model.vocab=1", 2, "parallel.tp", "at most model.vocab=1; use 1", "parallel.tp=1"),
+    (
+        "train.global_batch=24",
+        2,
+        "train.global_batch",
+        "1 x 16 = 16; use 16 or 32, or train.micro_batch=12",
+        "train.micro_batch=12",
+    ),
+    (
+        "train.global_batch=40",
+        4,
+        "train.global_batch",
+        "dp x micro_batch = 2 x 16 = 32; use 32 or 64, or train.micro_batch=10",
+        "train.micro_batch=10",
+    ),
+    ("train.global_batch=33", 4, "train.global_batch", "use 32 or 64.", "train.global_batch=64"),
+    ("train.global_batch=8", 4, "train.global_batch", "use 32, or train.micro_batch=4", "train.micro_batch=4"),
+]
+
+
+@pytest.mark.parametrize(("overrides", "world", "path", "words", "mend"), CASES)
+def test_rule(overrides: str, world: int, path: str, words: str, mend: str) -> None:
+    config = load("llama-tiny", overrides.split())
+    with pytest.raises(ConfigError) as caught:
+        validate(config, world)
+    assert caught.value.path == path
+    assert words in str(caught.value)
+    validate(load("llama-tiny", [*overrides.split(), *mend.split()]), world)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "world"),
+    [
+        ("", 2),
+        ("", 4),
+        ("parallel.tp=1", 1),
+        ("parallel.tp=4", 4),  # kv_heads=2 fewer than tp: replicated
+        ("model.kv_heads=null", 2),
+        ("model.head_dim=64 model.heads=3 model.kv_heads=1 parallel.tp=1", 2),
+        ("model.position=learned model.head_dim=33", 2),
+        ("sharding.stage=2 train.precision=fp16", 4),
+        ("sharding.engine=deepspeed sharding.stage=3 train.precision=bf16", 4),
+        ("train.precision=float64", 2),
+        ("train.eval_batches=0 data.validation=0", 2),
+        ("checkpoint.every=500", 2),
+        ("checkpoint.resume=never checkpoint.load=x", 2),
+    ],
+)
+def test_accepted(overrides: str, world: int) -> None:
+    validate(load("llama-tiny", overrides.split()), world)

@@ -1,0 +1,139 @@
+"""Memory against published figures, hand numbers, and the mends that a refusal names."""
+
+from __future__ import annotations
+
+import pytest
+
+from hpctrain.config.load import load
+from hpctrain.config.schema import RunConfig
+from hpctrain.config.validate import validate
+from hpctrain.errors import ConfigError
+from hpctrain.layout.layout import Layout
+from hpctrain.layout.memory import GIB, Memory, activation_bytes, check_memory, estimate
+from hpctrain.layout.parameters import parameter_specs
+
+# The 22B model of "Reducing Activation Recomputation in Large Transformer Models" (arXiv 2205.05198), tables 3 and 5.
+GPT_22B = (
+    "model.layers=48 model.hidden=6144 model.heads=64 model.vocab=51200 model.max_seq=2048 data.seq=2048 "
+    "data.document_mask=false parallel.tp=8 train.micro_batch=4 train.global_batch=4 train.precision=bf16"
+)
+
+
+def of(overrides: str, world: int, recipe: str = "gpt-tiny") -> tuple[RunConfig, Layout]:
+    config = load(recipe, overrides.split())
+    return config, Layout.of(config.parallel, world)
+
+
+def test_published_state_of_22b() -> None:
+    """Figure 1: 45.5625 GiB a GPU for parameters and optimizer, which counts the matrices of the layers alone."""
+    memory = estimate(*of(GPT_22B, 8))
+    state = memory.total - memory.activations
+    matrices = 18 * 12 * 48 * 6144**2 / 8
+    assert matrices == 45.5625 * GIB
+    biases_and_norms = 48 * (6144 * (3 + 4) / 8 + 6144 * (2 + 4)) + 2 * 6144
+    embeddings = 51200 / 8 * 6144 + 2048 * 6144
+    assert state == matrices + 18 * (biases_and_norms + embeddings)
+
+
+def test_published_activations_of_22b() -> None:
+    """Equation 2, s b h (10 + 24/t) a layer, less dropout masks (2) and attention scores, which are not stored."""
+    config, _ = of(GPT_22B, 8)
+    short = config.model_copy(update={"model": config.model.model_copy(update={"layers": 47})})
+    assert activation_bytes(config, 8) - activation_bytes(short, 8) == 2048 * 4 * 6144 * (8 + 24 / 8)
+
+
+def test_llama_layer_by_hand() -> None:
+    overrides = "data.document_mask=false train.micro_batch=1 data.seq=1"
+    two, one = (activation_bytes(load("llama-tiny", [*overrides.split(), f"model.layers={n}"]), 2) for n in (2, 1))
+    # float32, tp 2: four norms' ends of 128, q k v o of 2 heads x 32, four tensors of 344 / 2
+    assert two - one == 4 * (4 * 128 + 4 * 64 + 4 * 172)
+    # the rest: embedding and final norm, three float32 tensors of the larger part of 257 logits
+    assert one - (two - one) == 4 * (2 * 128 + 3 * 129)
+
+
+def test_document_mask_is_a_byte_for_every_pair() -> None:
+    with_mask, without = (
+        activation_bytes(load("llama-tiny", [f"data.document_mask={b}"]), 2) for b in ("true", "false")
+    )
+    assert with_mask - without == 16 * 256 * 256
+
+
+P = 859_008
+"""Parameters of gpt-tiny."""
+SHARD = -(-P // 4)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "weights", "gradients", "optimizer"),
+    [
+        ("train.precision=float32", 4 * P, 4 * P, 8 * P),
+        ("train.precision=float64", 8 * P, 8 * P, 16 * P),
+        ("train.precision=bf16", 2 * P, 4 * P, 12 * P),
+        ("train.precision=fp16", 2 * P, 4 * P, 12 * P),
+        ("sharding.stage=1", 4 * P, 4 * P, 12 * SHARD),
+        ("sharding.stage=2", 4 * P, 4 * SHARD, 12 * SHARD),
+        ("sharding.stage=3", 4 * SHARD, 4 * SHARD, 12 * SHARD),
+        ("sharding.stage=3 train.precision=bf16", 2 * SHARD, 4 * SHARD, 12 * SHARD),
+    ],
+)
+def test_state_of_every_engine(overrides: str, weights: int, gradients: int, optimizer: int) -> None:
+    config, layout = of(f"parallel.tp=1 {overrides}", 4)
+    assert sum(s.numel for s in parameter_specs(config.model)) == P
+    memory = estimate(config, layout)
+    assert (memory.weights, memory.gradients, memory.optimizer) == (weights, gradients, optimizer)
+
+
+def test_tp_divides_what_it_cuts() -> None:
+    whole, half = estimate(*of("parallel.tp=1", 1)), estimate(*of("parallel.tp=2", 2))
+    assert whole.weights / 2 < half.weights < 0.6 * whole.weights
+    assert half.activations < whole.activations
+
+
+def mends(overrides: str, world: int, share: float, recipe: str = "llama-8b") -> list[str]:
+    """What a refusal at `share` of the need proposes; each proposal is checked to run and to fit."""
+    config, layout = of(overrides, world, recipe)
+    available = int(estimate(config, layout).total * share)
+    with pytest.raises(ConfigError) as caught:
+        check_memory(config, layout, available)
+    if not caught.value.fix.startswith("use ") or "more ranks" in caught.value.fix:
+        return []
+    proposals = caught.value.fix.removeprefix("use ").split(", or ")
+    for proposal in proposals:
+        mended, changed = of(f"{overrides} {proposal}", world, recipe)
+        validate(mended, world)
+        check_memory(mended, changed, available)
+    return proposals
+
+
+def test_what_fits_is_named_and_fits() -> None:
+    eight = "parallel.tp=1 sharding.stage=1 train.micro_batch=4 data.seq=4096"
+    assert mends(eight, 8, 0.9) == ["train.micro_batch=2", "sharding.stage=2", "parallel.tp=2"]
+
+
+def test_two_changes_where_one_does_not_do() -> None:
+    found = mends("parallel.tp=1 sharding.stage=1 train.micro_batch=32 data.seq=4096", 8, 0.04)
+    assert found
+    assert all(len(proposal.split()) == 2 for proposal in found)
+
+
+def test_nothing_fits() -> None:
+    assert mends("", 2, 0.001, "gpt-tiny") == []
+
+
+def test_enough_is_enough() -> None:
+    config, layout = of("", 2)
+    need = estimate(config, layout).total
+    check_memory(config, layout, need)
+    with pytest.raises(ConfigError, match=r"^memory='.* GiB': a rank has .* GiB for weights .*, gradients .*; use "):
+        check_memory(config, layout, need - 1)
+
+
+@pytest.mark.parametrize("fixed", ["train.precision=float64", "sharding.engine=none"])
+def test_stages_are_not_offered_where_they_cannot_be(fixed: str) -> None:
+    found = mends(f"{fixed} parallel.tp=1", 4, 0.6, "llama-tiny")
+    assert found
+    assert not any("stage" in proposal for proposal in found)
+
+
+def test_description() -> None:
+    assert Memory(GIB, GIB // 2, 2 * GIB, 0).describe() == "weights 1, gradients 0.5, optimizer 2, activations 0 GiB"

@@ -1,0 +1,60 @@
+"""Every second is counted once."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from hpctrain.telemetry.meter import Meter
+from hpctrain.telemetry.metrics import StepTime
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """A clock that stands still unless it is moved."""
+    now = [100.0]
+    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
+    return now
+
+
+def test_waiting_and_nested_phases_leave_the_phase_around_them(clock: list[float]) -> None:
+    meter = Meter()
+    with meter.phase("backward"):
+        clock[0] += 1
+        meter.waited("all_reduce", "tp", clock[0] - 0.25)
+        with meter.phase("optimizer"):
+            clock[0] += 4
+            meter.waited("all_reduce", "dp", clock[0] - 2)
+        clock[0] += 8
+    assert meter.seconds == {"backward": 8.75, "optimizer": 2.0}
+    assert meter.communication() == 2.25
+    assert sum(meter.seconds.values()) + meter.communication() == 13
+
+
+def test_a_wait_between_phases_is_charged_to_none(clock: list[float]) -> None:
+    meter = Meter()
+    meter.waited("all_reduce", "dp+cp", clock[0] - 3)
+    with meter.phase("forward"):
+        clock[0] += 1
+    assert meter.seconds["forward"] == 1
+
+
+def test_a_phase_that_raises_is_counted(clock: list[float]) -> None:
+    meter = Meter(tracing=True)
+    with pytest.raises(KeyError), meter.phase("data"):
+        clock[0] += 2
+        raise KeyError
+    assert meter.seconds["data"] == 2
+    assert meter.events == [("data", 100, 102)]
+
+
+def test_split_of_a_step(clock: list[float]) -> None:
+    meter = Meter()
+    for phase, seconds, wait in (("data", 1, 0), ("forward", 4, 1), ("backward", 8, 2), ("optimizer", 3, 1)):
+        with meter.phase(phase):
+            clock[0] += seconds
+            meter.waited("all_reduce", "tp", clock[0] - wait)
+    split = StepTime.of(meter, 20, 2)
+    assert split == StepTime(step=10, data=0.5, compute=4.5, communication=2, optimizer=1)
+    assert StepTime.of(Meter(), 1, 1) == StepTime(1, 0, 0, 0, 0)

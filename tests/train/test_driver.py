@@ -1,0 +1,166 @@
+"""The driver on a small corpus: resuming, changing layout between lives, evaluation, steps that are not finite."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+from hpctrain.config.schema import RunConfig
+from hpctrain.config.validate import validate
+from hpctrain.data.build import build
+from hpctrain.data.sources import list_sources
+from hpctrain.launch.zygote import RankFailure
+from hpctrain.telemetry.metrics import read_records
+from hpctrain.telemetry.sinks import METRICS_FILE, Sinks, open_sinks
+from hpctrain.train.loop import train
+from hpctrain.train.progress import resume
+from hpctrain.train.session import open_session
+
+STEPS = 6
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    """Documents of random lengths and few letters, so that there is something to learn."""
+    folder = tmp_path_factory.mktemp("corpus")
+    rng = np.random.default_rng(0)
+    for i in range(60):
+        (folder / f"{i}.txt").write_bytes(bytes(rng.choice(list(b"abcd \n"), rng.integers(20, 400))))
+    build(folder / "corpus.h5", list_sources([folder]), [folder])
+    return folder / "corpus.h5"
+
+
+@pytest.fixture
+def make(corpus, tmp_path):
+    def config(**sections) -> RunConfig:
+        base = dict(
+            model=dict(layers=2, hidden=24, heads=4, kv_heads=2, head_dim=6, ffn=40, max_seq=32, dropout=0.1),
+            data=dict(corpus=str(corpus), seq=31, validation=0.1),
+            optimizer=dict(lr=3e-3, warmup=2),
+            train=dict(steps=STEPS, global_batch=8, micro_batch=2, log_every=1, eval_batches=2, precision="float64"),
+            checkpoint=dict(every=3),
+        )
+        merged = {k: {**base.get(k, {}), **sections.get(k, {})} for k in {*base, *sections}}
+        return RunConfig.model_validate({**merged, "name": "run", "folder": str(tmp_path)})
+
+    return config
+
+
+class Cut(Sinks):
+    """Sinks that end the run when a step is recorded, as a kill would; on every rank."""
+
+    def __init__(self, inner: Sinks, step: int | None) -> None:
+        self.inner, self.step = inner, step
+
+    def write(self, record):
+        self.inner.write(record)
+        if record["kind"] == "train" and record["step"] == self.step:
+            raise KeyboardInterrupt
+
+    def close(self):
+        self.inner.close()
+
+
+def drive(config: RunConfig, world: int, until: int | None = None, poison: tuple[int, int] | None = None):
+    """One life of a run on this rank. `until` ends it after that step; `poison` is (rank, first step)."""
+    rank = dist.get_rank()
+    validate(config, world)
+    session = open_session(config, torch.device("cpu"), world)
+    progress, _ = resume(session)
+    config.run_folder.mkdir(parents=True, exist_ok=True)
+    sinks = Cut(open_sinks(config.run_folder, progress.step, print) if rank == 0 else Sinks([], print), until)
+    if poison is not None and rank == poison[0]:
+        session.engine.chunks[0].norm.register_forward_hook(
+            lambda module, inputs, out: out * (float("nan") if progress.step >= poison[1] else 1.0)
+        )
+    try:
+        return train(session, progress, sinks)
+    except KeyboardInterrupt:
+        return None
+    finally:
+        sinks.close()
+        session.engine.close()
+
+
+def losses(config: RunConfig) -> dict[int, float]:
+    return {r["step"]: r["loss"] for r in read_records(config.run_folder / METRICS_FILE) if r["kind"] == "train"}
+
+
+def evaluations(config: RunConfig) -> list[float]:
+    return [r["loss"] for r in read_records(config.run_folder / METRICS_FILE) if r["kind"] == "eval"]
+
+
+LAYOUTS = {"one": (1, 1), "tp2": (2, 2), "dp2": (1, 2), "tp2dp2": (2, 4)}
+
+
+def test_every_layout_has_the_same_losses(ranks, make, tmp_path):
+    curves = {}
+    for name, (tp, world) in LAYOUTS.items():
+        config = make(parallel=dict(tp=tp)).model_copy(update={"folder": tmp_path / name})
+        ranks(world, drive, config, world)
+        curves[name] = [*losses(config).values(), *evaluations(config)]
+    assert len(curves["one"]) == STEPS + 1
+    assert curves["one"][-2] < curves["one"][0], "it learns"
+    for name, curve in curves.items():
+        assert np.allclose(curve, curves["one"], rtol=1e-9, atol=0), name
+
+
+def test_a_killed_run_continues_bitwise_under_the_same_layout(ranks, make, tmp_path):
+    config = make(parallel=dict(tp=2))
+    undisturbed = config.model_copy(update={"folder": tmp_path / "undisturbed"})
+    ranks(4, drive, undisturbed, 4)
+    ranks(4, drive, config, 4, 5)
+    assert list(losses(config)) == [1, 2, 3, 4, 5]
+    ranks(4, drive, config, 4)
+    assert losses(config) == losses(undisturbed)
+    assert evaluations(config) == evaluations(undisturbed)
+    again = ranks(4, drive, config, 4)
+    assert again == [evaluations(undisturbed)[-1]] * 4, "a finished run only evaluates"
+    assert losses(config) == losses(undisturbed)
+
+
+def test_the_layout_may_change_between_lives(ranks, make, tmp_path):
+    undisturbed = make().model_copy(update={"folder": tmp_path / "undisturbed"})
+    ranks(1, drive, undisturbed, 1)
+    for tp, world, until in ((2, 2, 4), (4, 4, 4), (1, 2, 5), (2, 4, None)):
+        config = make(parallel=dict(tp=tp), checkpoint=dict(every=1))
+        ranks(world, drive, config, world, until)
+    got, want = losses(config), losses(undisturbed)
+    assert got.keys() == want.keys()
+    assert np.allclose(list(got.values()), list(want.values()), rtol=1e-9, atol=0)
+
+
+def test_non_finite_steps_are_skipped_counted_and_end_the_job_naming_the_rank(ranks, make):
+    config = make(train=dict(max_skipped=3, precision="float32"))
+    with pytest.raises(RankFailure) as caught:
+        ranks(2, drive, config, 2, None, (1, 2))
+    assert "TrainError: 3 steps in a row up to step 5 were not finite (loss not finite on rank 1)" in str(caught.value)
+    assert sorted(caught.value.ranks) == [0, 1], "all ranks stop"
+    records = list(read_records(config.run_folder / METRICS_FILE))
+    assert [r["step"] for r in records if r.get("event") == "skip"] == [3, 4, 5]
+    assert [r["skipped_steps"] for r in records if r["kind"] == "train"] == [0, 0, 1, 2]
+
+
+def test_another_model_or_tokenizer_is_refused_in_words(ranks, make):
+    ranks(1, drive, make(train=dict(steps=3)), 1)
+    with pytest.raises(RankFailure, match=r"CheckpointError: .* is of another model: .*mlp\.down\.weight"):
+        ranks(1, drive, make(model=dict(ffn=48)), 1)
+    manifest = next(make().run_folder.glob("checkpoints/step-*/manifest.json"))
+    assert json.loads(manifest.read_text())
+
+
+def test_starting_anew_over_an_older_run_is_refused(ranks, make):
+    ranks(1, drive, make(train=dict(steps=3)), 1)
+    with pytest.raises(RankFailure, match=r"checkpoint\.resume='never': .* already holds checkpoints"):
+        ranks(1, drive, make(checkpoint=dict(resume="never")), 1)
+
+
+def test_a_checkpoint_that_must_be_there(ranks, make, tmp_path):
+    with pytest.raises(RankFailure, match="holds no checkpoint to start from"):
+        ranks(1, drive, make(checkpoint=dict(resume="must")), 1)
+    with pytest.raises(RankFailure, match="does not exist"):
+        ranks(1, drive, make(checkpoint=dict(load=str(tmp_path / "nowhere"))), 1)

@@ -137,8 +137,9 @@ class Stage(nn.Module):
 
         x = self.embedding(batch.tokens) if self.first else hidden
         rope = rotation(self.rope, torch.arange(x.shape[1]), x.dtype)
+        mask = None if batch.documents is None else document_mask(batch.documents)
         for layer in self.layers.values():
-            x = layer(x, rope, document_mask(batch.documents), batch.samples)
+            x = layer(x, rope, mask, batch.samples)
         return x if self.first else self.loss(self.head(self.norm(x), None), batch.labels)
 
 

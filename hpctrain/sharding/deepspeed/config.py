@@ -6,7 +6,6 @@ import math
 from typing import Any
 
 from hpctrain.config.schema import RunConfig
-from hpctrain.errors import ConfigError
 from hpctrain.sharding.none.scaler import GROWTH_INTERVAL, SMALLEST
 
 
@@ -16,10 +15,9 @@ def deepspeed_config(config: RunConfig) -> dict[str, Any]:
     Gradients are reduced and accumulated in float32 whatever the weights are. A call of `step` is the only
     boundary DeepSpeed knows: the number of micro-batches and the loss divisor are ours.
 
-    Raises:
-        ConfigError: a setting this engine cannot honour.
+    Combinations that this engine cannot honour have been refused by `hpctrain.config.validate`.
     """
-    refuse_unsupported(config)
+    assert config.sharding.stage and config.train.precision != "float64", config.sharding
     optimizer, train = config.optimizer, config.train
     out: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": train.micro_batch,
@@ -78,17 +76,3 @@ def zero_section(config: RunConfig) -> dict[str, Any]:
             "memory_efficient_linear": False,
         }
     return out
-
-
-def refuse_unsupported(config: RunConfig) -> None:
-    """What DeepSpeed's engine cannot do, in words."""
-    sharding = config.sharding
-    if sharding.stage not in (1, 2, 3):
-        raise ConfigError("sharding.stage", sharding.stage, "the deepspeed engine is ZeRO stage 1, 2 or 3")
-    if config.train.precision == "float64":
-        raise ConfigError(
-            "train.precision", "float64", "DeepSpeed keeps float32 master weights", "use sharding.engine=none"
-        )
-    for what in ("optimizer", "params"):
-        if getattr(sharding.offload, what) != "none":
-            raise ConfigError(f"sharding.offload.{what}", getattr(sharding.offload, what), "only none is supported yet")

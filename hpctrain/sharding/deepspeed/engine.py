@@ -61,7 +61,7 @@ class DeepSpeedEngine(Engine):
         config: of the run; `sharding.stage` is 1, 2 or 3.
 
     Raises:
-        ConfigError: another DeepSpeed is installed, or a setting that it cannot honour.
+        ConfigError: another DeepSpeed is installed, or it was imported for another kind of device.
     """
 
     def __init__(self, chunks: list[nn.Module], records: dict[str, Placement], mesh: Mesh, config: RunConfig) -> None:

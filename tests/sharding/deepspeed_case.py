@@ -20,9 +20,10 @@ from tests.training import make_config, make_mesh
 
 
 def zero_config(stage: int, tp: int = 1, model: dict[str, Any] | None = None, **train: Any) -> RunConfig:
-    """ZeRO of a stage (0: engine `none`) in float32, two micro-batches a rank, buckets smaller than the model."""
+    """ZeRO of a stage (0: engine `none`) in float32: two micro-batches a rank, buckets smaller than the model, and
+    parameters that no number of ranks divides."""
     return make_config(
-        model=model or {},
+        model={"hidden": 21, **(model or {})},
         parallel={"tp": tp},
         train={"precision": "float32", "micro_batch": 2, **train},
         sharding={"stage": stage, "bucket_mib": 0.005},

@@ -275,14 +275,15 @@ def _memory(tp: int) -> Any:
     for module in engine.chunks[0].modules():
         module.register_forward_hook(sample)
         module.register_full_backward_hook(sample)
-    for step in range(3):
-        batch = global_batch(config, step)
-        engine.begin_step(batch.valid_tokens, 2)
+    batch = global_batch(config, 0)
+    mine = batch.split(4)[mesh.dp.index]
+    for micro_batches in (mine.split(2), mine.split(2), [mine], [mine], [mine], [mine]):
+        engine.begin_step(batch.valid_tokens, len(micro_batches))
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
-            tickets = [engine.forward(0, b) for b in batch.split(4)[mesh.dp.index].split(2)]
+            tickets = [engine.forward(0, b) for b in micro_batches]
         for ticket in tickets:
             engine.backward(ticket)
-        engine.step(LR[step])
+        engine.step(LR[0])
     registered = sum(len(m._external_params) for m in engine.chunks[0].modules())
     return peak, total, kept, registered
 
@@ -295,9 +296,14 @@ def test_stage_three_gathers_a_few_modules_at_a_time(ranks: Any, tp: int) -> Non
 
 
 def _overheard() -> str:
-    with tempfile.TemporaryFile() as heard:
-        saved = os.dup(1), os.dup(2)
+    from deepspeed.utils import logger
+
+    with tempfile.TemporaryFile("w+") as heard:
+        saved = os.dup(1), os.dup(2), sys.stdout, sys.stderr
         os.dup2(heard.fileno(), 1), os.dup2(heard.fileno(), 2)
+        sys.stdout = sys.stderr = heard
+        for handler in logger.handlers:
+            handler.setStream(heard)
         try:
             for stage, precision in ((1, "bf16"), (2, "fp16"), (3, "float32")):
                 config = zero_config(stage, precision=precision)
@@ -308,10 +314,11 @@ def _overheard() -> str:
                 engine.load(Checkpoint(config, engine, mesh))
                 engine.close()
         finally:
-            sys.stdout.flush()
+            heard.flush()
             os.dup2(saved[0], 1), os.dup2(saved[1], 2)
+            sys.stdout, sys.stderr = saved[2:]
         heard.seek(0)
-        return heard.read().decode()
+        return heard.read()
 
 
 def test_nothing_is_printed(ranks: Any) -> None:

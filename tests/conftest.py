@@ -12,6 +12,7 @@ import cloudpickle
 import pytest
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
 from hpctrain.launch.zygote import Zygote
 
@@ -20,8 +21,10 @@ PARENT = Zygote(
         "torch._dynamo",
         "torch.distributed",
         "h5py",
+        "deepspeed",
         "hpctrain.parallel.parallelize",
         "hpctrain.sharding.none.engine",
+        "hpctrain.sharding.deepspeed.engine",
     )
 )
 """Forked here, before anything in this process imports torch or computes."""

@@ -108,10 +108,10 @@ class Batches:
         """
         offsets, seq = self._split.corpus.documents, self._seq
         start = self._split.first_token + window * seq
-        if (first == last).all():
-            return np.zeros(labels.shape, np.int64)
         # A piece is what a window, with the token after it, has of one document.
         first, last = offsets.searchsorted((start, start + seq), "right") - 1
+        if (first == last).all():
+            return np.zeros(labels.shape, np.int64)
         pieces = last - first + 1
         ends = pieces.cumsum()
         row = np.arange(len(window)).repeat(pieces)

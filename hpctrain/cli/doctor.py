@@ -1,0 +1,128 @@
+"""`hpctrain doctor`: what this machine has, what it lacks and what that costs; builds DeepSpeed's ops."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import platform
+import shutil
+import sys
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import click
+
+
+@dataclass(frozen=True)
+class Fact:
+    """One thing a machine may have, what was found, and what its absence costs (empty where it is there)."""
+
+    name: str
+    found: str
+    costs: str = ""
+
+
+@click.command(epilog="Example: hpctrain doctor --build-ops fused_adam cpu_adam")
+@click.argument("ops", nargs=-1, metavar="[OP]...")
+@click.option("--build-ops", is_flag=True, help="Build the named DeepSpeed ops, or all; takes minutes each.")
+@click.option("--clean-locks", is_flag=True, help="Remove build locks that are proven to be left over.")
+@click.option("--timeout", type=click.FloatRange(min=1), default=1800.0, show_default=True, help="Seconds for one op.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@click.pass_context
+def doctor(
+    ctx: click.Context, ops: tuple[str, ...], build_ops: bool, clean_locks: bool, timeout: float, as_json: bool
+) -> None:
+    """Say what this machine has, what it lacks and what that costs.
+
+    OP is fused_adam, cpu_adam or async_io. A lock left by a build that was killed makes every later build wait
+    for ever; such locks are found and named.
+    """
+    from hpctrain.sharding.deepspeed import ops as ops_module
+
+    if ops and not build_ops:
+        raise click.UsageError("ops are named for --build-ops only.")
+    names, folder = ops_module.op_names(ops), ops_module.extensions_folder()
+    report: dict[str, Any] = {}
+    if clean_locks:
+        report["removed"] = [str(lock.path) for lock in ops_module.clean_locks(folder)]
+    if build_ops:
+        report["builds"] = [_plain(outcome) for outcome in _build(names, folder, timeout, quiet=as_json)]
+    report["machine"] = [asdict(fact) for fact in machine()]
+    status = [ops_module.op_status(name, folder, ops_module.obstacle) for name in ops_module.BUILDERS]
+    report["ops"] = [asdict(s) | {"use": ops_module.USES[s.name]} for s in status]
+    report["locks"] = [_plain(lock) for lock in ops_module.find_locks(folder)]
+    if as_json:
+        click.echo(json.dumps(report, indent=2))
+    else:
+        _show(report)
+    if any(not build["ok"] for build in report.get("builds", [])):
+        ctx.exit(1)
+
+
+def machine() -> list[Fact]:
+    """Python, torch and what connects ranks."""
+    import torch
+    import torch.distributed as dist
+
+    cuda = torch.cuda.is_available()
+    devices = f"{torch.cuda.device_count()} x {torch.cuda.get_device_name(0)}" if cuda else "no device"
+    nccl = "none"
+    if cuda and dist.is_nccl_available():
+        nccl = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
+    mpi = importlib.util.find_spec("mpi4py") is not None and any(map(shutil.which, ("mpirun", "mpiexec", "srun")))
+    compiler = shutil.which("c++") or ""
+    return [
+        Fact("python", platform.python_version()),
+        Fact("torch", str(torch.__version__)),
+        Fact("CUDA", devices, "" if cuda else "ranks run on the CPU"),
+        Fact("NCCL", nccl, "" if nccl != "none" else "ranks talk over gloo"),
+        Fact("MPI", "mpi4py and a launcher" if mpi else "none", "" if mpi else "ranks find each other over TCP"),
+        Fact("C++ compiler", compiler or "none", "" if compiler else "ops cannot be built"),
+    ]
+
+
+def _build(names: list[str], folder: Path, timeout: float, quiet: bool) -> list[Any]:
+    """Build ops one after another under our lock, with progress on stderr."""
+    from rich.console import Console
+
+    from hpctrain.sharding.deepspeed.ops import build_lock, build_op
+
+    console, outcomes = Console(stderr=True, quiet=quiet), []
+    with build_lock(folder):
+        for name in names:
+            with console.status(f"building {name} (up to {timeout:g} s)"):
+                outcomes.append(build_op(name, folder, timeout))
+    return outcomes
+
+
+def _plain(record: Any) -> dict[str, Any]:
+    return {key: str(value) if isinstance(value, Path) else value for key, value in asdict(record).items()}
+
+
+def _show(report: dict[str, Any]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console(file=sys.stdout)
+
+    def table(title: str, columns: tuple[str, ...], rows: list[tuple[str, ...]]) -> None:
+        made = Table(*columns, title=title, title_justify="left", box=None, pad_edge=False)
+        for row in rows:
+            made.add_row(*row)
+        console.print(made, "")
+
+    table("This machine", ("", "found", "so"), [(f["name"], f["found"], f["costs"]) for f in report["machine"]])
+    table("DeepSpeed ops", ("op", "state", "", "for"), [tuple(o.values()) for o in report["ops"]])
+    for path in report.get("removed", []):
+        console.print(f"removed the stale lock {path}", soft_wrap=True)
+    for lock in report["locks"]:
+        mend = {
+            "stale": "remove it with hpctrain doctor --clean-locks",
+            "in use": "let the build end",
+            "cannot tell": "if no build is running on any host, delete the file",
+        }[lock["verdict"]]
+        console.print(f"build lock {lock['path']}: {lock['verdict']} ({lock['detail']}); {mend}", soft_wrap=True)
+    for build in report.get("builds", []):
+        verdict = "built" if build["ok"] else f"FAILED: {build['detail']} (see {build['log']})"
+        console.print(f"{build['name']}: {verdict} after {build['seconds']:.0f} s", soft_wrap=True)

@@ -1,0 +1,78 @@
+"""What DeepSpeed is told: a pure function of our configuration."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from hpctrain.config.schema import RunConfig
+from hpctrain.sharding.none.scaler import GROWTH_INTERVAL, SMALLEST
+
+
+def deepspeed_config(config: RunConfig) -> dict[str, Any]:
+    """The dictionary `deepspeed.initialize` takes.
+
+    Gradients are reduced and accumulated in float32 whatever the weights are. A call of `step` is the only
+    boundary DeepSpeed knows: the number of micro-batches and the loss divisor are ours.
+
+    Combinations that this engine cannot honour have been refused by `hpctrain.config.validate`.
+    """
+    assert config.sharding.stage and config.train.precision != "float64", config.sharding
+    optimizer, train = config.optimizer, config.train
+    out: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": train.micro_batch,
+        "gradient_accumulation_steps": 1,
+        "managed_gradient_accumulation": False,
+        "gradient_clipping": optimizer.clip,
+        "communication_data_type": "fp32",
+        "data_types": {"grad_accum_dtype": "fp32"},
+        "optimizer": {
+            "type": "AdamW",
+            "params": {
+                "lr": optimizer.lr,
+                "betas": [optimizer.beta1, optimizer.beta2],
+                "eps": optimizer.eps,
+                "weight_decay": optimizer.weight_decay,
+                "torch_adam": config.sharding.torch_adam,
+            },
+        },
+        "zero_optimization": zero_section(config),
+        "steps_per_print": None,
+    }
+    if train.precision == "bf16":
+        out["bf16"] = {"enabled": True}
+    if train.precision == "fp16":
+        out["fp16"] = {
+            "enabled": True,
+            "loss_scale": 0,
+            "initial_scale_power": max(0, round(math.log2(train.loss_scale))),
+            "loss_scale_window": GROWTH_INTERVAL,
+            "hysteresis": 1,
+            "min_loss_scale": int(SMALLEST),
+        }
+    return out
+
+
+def zero_section(config: RunConfig) -> dict[str, Any]:
+    """How state is sharded. Bucket sizes are in elements, reduced as float32 and gathered as weights are."""
+    stage = config.sharding.stage
+    bucket = max(2, int(config.sharding.bucket_mib * 2**20 / 4) // 2 * 2)
+    out: dict[str, Any] = {
+        "stage": stage,
+        "contiguous_gradients": True,
+        "reduce_scatter": True,
+        "reduce_bucket_size": bucket,
+        "allgather_bucket_size": bucket,
+        "overlap_comm": config.train.overlap and stage >= 2,
+    }
+    if stage == 3:
+        out |= {
+            # Vectors (norms, biases of the hidden width) stay gathered: they cost a message each and no memory.
+            "stage3_param_persistence_threshold": config.model.hidden,
+            "stage3_prefetch_bucket_size": bucket,
+            # A gathered parameter is let go as soon as its module has run.
+            "stage3_max_reuse_distance": 0,
+            # DeepSpeed's own would replace torch.nn.functional.linear for the whole process.
+            "memory_efficient_linear": False,
+        }
+    return out

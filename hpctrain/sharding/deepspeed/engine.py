@@ -1,0 +1,185 @@
+"""The DeepSpeed engine behind our interface: ZeRO stages 1 to 3 with our mesh, tickets and loss divisor."""
+
+from __future__ import annotations
+
+import logging
+import math
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from hpctrain.config.schema import RunConfig
+from hpctrain.layout.parameters import parameter_specs
+from hpctrain.layout.placement import Placement
+from hpctrain.parallel.mesh import Mesh
+from hpctrain.sharding.deepspeed import patches, state
+from hpctrain.sharding.deepspeed.config import deepspeed_config
+from hpctrain.sharding.deepspeed.gather import make_fetchable
+from hpctrain.sharding.deepspeed.groups import MeshUnit
+from hpctrain.sharding.engine import Engine, StepResult, Ticket
+from hpctrain.sharding.state import WEIGHT, Piece, StateReader
+
+
+class Chunks(nn.Module):
+    """All chunks of a rank as the one module that DeepSpeed takes."""
+
+    def __init__(self, chunks: Sequence[nn.Module]) -> None:
+        super().__init__()
+        self.chunks = nn.ModuleList(chunks)
+
+    def forward(self, chunk: int, *inputs: Any) -> Any:
+        return self.chunks[chunk](*inputs)
+
+
+class _Receive(torch.autograd.Function):
+    """A zero whose backward hands a given gradient on to the output of a forward.
+
+    The gradient comes from a later stage's scaled loss, so it is not scaled again.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, output: Tensor, grad: Tensor) -> Tensor:
+        ctx.save_for_backward(grad)
+        return output.new_zeros((), dtype=torch.float32)
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor) -> Any:
+        return ctx.saved_tensors[0], None
+
+
+class DeepSpeedEngine(Engine):
+    """See `Engine`.
+
+    Args:
+        chunks: the parallelized modules, in master precision.
+        records: placements of all their parameters, by name.
+        mesh: the process groups of the run.
+        config: of the run; `sharding.stage` is 1, 2 or 3.
+
+    Raises:
+        ConfigError: another DeepSpeed is installed, or it was imported for another kind of device.
+    """
+
+    def __init__(self, chunks: list[nn.Module], records: dict[str, Placement], mesh: Mesh, config: RunConfig) -> None:
+        self.chunks, self._mesh, self._records = chunks, mesh, records
+        self._stage = config.sharding.stage
+        settings = deepspeed_config(config)
+        deepspeed = load_deepspeed(mesh.device)
+        root = Chunks(self.chunks)
+        if self._stage == 3:
+            make_fetchable(root, mesh.alone)
+        named = {name: p for chunk in self.chunks for name, p in chunk.named_parameters()}
+        for name, parameter in named.items():
+            # DeepSpeed counts a parameter in the norm if it carries this flag or the rank is the first of tp,
+            # who owns whatever it holds.
+            parameter.tensor_model_parallel = records[name].owner == mesh.rank  # type: ignore[attr-defined]
+        masters = {name: parameter.data for name, parameter in named.items()}
+        self._unit = MeshUnit(mesh)
+        with warnings.catch_warnings(), patches.one_optimizer_class(), patches.local_rank(mesh.device):
+            warnings.simplefilter("ignore")
+            self._engine, self._zero, *_ = deepspeed.initialize(
+                model=root,
+                config=settings,
+                mpu=self._unit,
+                model_parameters=_groups(named, config),
+                dist_init_required=False,
+            )
+        patches.skip_all_non_finite(self._zero, self._stage)
+        patches.endure_smallest_loss_scale(self._zero)
+        if config.train.precision == "fp16":
+            self._zero.loss_scale = config.train.loss_scale
+        store = state.ShardedParameters if self._stage == 3 else state.ShardedStates
+        self._store: state.Store = store(self._zero, named)
+        self._store.start_at(0)
+        for fragment in self._store.fragments():
+            whole = masters.pop(fragment.name).flatten()[fragment.start : fragment.start + fragment.numel]
+            self._store.write(fragment, WEIGHT, whole.float())
+        self._valid_tokens = 1
+
+    def begin_step(self, valid_tokens: int, micro_batches: int) -> None:
+        self._valid_tokens = max(valid_tokens, 1)
+        patches.fresh_gradients(self._zero, self._stage)
+
+    def forward(self, chunk: int, *inputs: Any) -> Ticket:
+        self._engine.module.train()
+        output = self._engine(chunk, *inputs)
+        wanted = tuple(t for t in inputs if isinstance(t, Tensor) and t.requires_grad)
+        return Ticket(chunk, output, wanted, patches.remaining_inputs(self._engine.module))
+
+    def backward(self, ticket: Ticket, grad: Tensor | None = None) -> None:
+        patches.expect_backward(self._zero)
+        patches.restore_remaining(ticket.extra)
+        if grad is None:
+            # DeepSpeed averages over the data-parallel ranks; the sum is meant.
+            scalar = ticket.output * (self._mesh.loss.size / self._valid_tokens)
+        else:
+            scalar = _Receive.apply(ticket.output, grad)  # type: ignore[no-untyped-call]
+        self._engine.backward(scalar, scale_wrt_gas=False)
+
+    def step(self, lr: float) -> StepResult:
+        for group in self._zero.param_groups:
+            group["lr"] = lr
+        self._engine.step()
+        skipped = bool(self._zero.overflow)
+        return StepResult(math.nan if skipped else float(self._zero._global_grad_norm), skipped)
+
+    def evaluate(self, chunk: int, *inputs: Any) -> Tensor:
+        self._engine.module.eval()
+        with torch.no_grad():
+            output: Tensor = self._engine(chunk, *inputs)
+        return output
+
+    def pieces(self) -> list[Piece]:
+        return list(state.pieces(self._store, self._records, self._mesh.rank))
+
+    def scalars(self) -> dict[str, float]:
+        return {"step": float(self._store.step()), "loss_scale": float(self._zero.loss_scale)}
+
+    def load(self, reader: StateReader) -> None:
+        scalars = reader.scalars()
+        state.load(self._store, self._records, reader, int(scalars["step"]))
+        if self._zero.loss_scaler.dynamic and "loss_scale" in scalars:
+            self._zero.loss_scale = scalars["loss_scale"]
+
+    def close(self) -> None:
+        self._engine.destroy()
+        patches.forget(self._unit, self._engine.module)
+
+
+def load_deepspeed(device: torch.device) -> Any:
+    """The module, of the version we know, quiet, mended and connected to the process group of torch.
+
+    A process group of one is made where there is none.
+    """
+    patches.choose_accelerator(device)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        import deepspeed
+    patches.require_version(deepspeed.__version__)
+    patches.require_accelerator(deepspeed.get_accelerator().device_name(), device)
+    for handler in (deepspeed.utils.logger, *deepspeed.utils.logger.handlers):
+        handler.setLevel(logging.ERROR)
+    patches.no_shared_memory_op()
+    patches.no_world_checks()
+    patches.no_compiler_at_import()
+    patches.no_repeated_warnings()
+    patches.fp16_on_cpu(deepspeed.get_accelerator())
+    if not dist.is_initialized():
+        backend, store = "nccl" if device.type == "cuda" else "gloo", torch._C._distributed_c10d.HashStore()
+        dist.init_process_group(backend, store=store, rank=0, world_size=1)
+    deepspeed.init_distributed(dist.get_backend(), auto_mpi_discovery=False, verbose=False, dist_init_required=False)
+    return deepspeed
+
+
+def _groups(named: Mapping[str, nn.Parameter], config: RunConfig) -> list[dict[str, Any]]:
+    """The parameters with and without weight decay."""
+    decays = {spec.name for spec in parameter_specs(config.model) if spec.decay}
+    groups = [
+        {"params": [p for n, p in named.items() if n in decays], "weight_decay": config.optimizer.weight_decay},
+        {"params": [p for n, p in named.items() if n not in decays], "weight_decay": 0.0},
+    ]
+    return [group for group in groups if group["params"]]

@@ -1,0 +1,325 @@
+"""Precision, non-finite gradients, pipeline order, memory and silence of the DeepSpeed engine."""
+
+from __future__ import annotations
+
+import math
+import os
+import sys
+import tempfile
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from hpctrain.layout.layout import Layout
+from hpctrain.model.batch import Batch
+from hpctrain.parallel.mesh import Mesh, build_mesh
+from hpctrain.parallel.parallelize import build_model
+from hpctrain.sharding.build import build_engine
+from hpctrain.sharding.engine import Ticket
+from tests.sharding.deepspeed_case import Checkpoint, start, zero_config
+from tests.training import LR, global_batch, make_mesh, reference, train_step
+
+
+def _fit(stage: int, precision: str) -> Any:
+    config = zero_config(stage, tp=2, precision=precision)
+    engine, mesh = start(config)
+    losses = []
+    for _ in range(8):
+        losses.append(train_step(engine, mesh, config, 0)[0])
+    batch = global_batch(config, 0)
+    before = engine.evaluate(0, batch)
+    engine.begin_step(batch.valid_tokens, 1)
+    during = engine.forward(0, batch).output
+    return losses, float(before) / batch.valid_tokens, float(during.detach()) / batch.valid_tokens
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_low_precision_learns(ranks: Any, stage: int, precision: str) -> None:
+    expected = ranks(2, _fit, 0, precision)[0]
+    for losses, evaluated, forward in ranks(2, _fit, stage, precision):
+        assert losses[-1] < 0.8 * losses[0] and evaluated < losses[-1]
+        assert evaluated == forward
+        assert losses == pytest.approx(expected[0], rel=5e-3)
+
+
+def _poisoned(stage: int, precision: str) -> Any:
+    """One good step, one with a NaN on one rank in a gradient that DeepSpeed's norm leaves out there, one good."""
+    config = zero_config(stage, tp=2, precision=precision)
+    engine, mesh = start(config)
+    results, states = [], []
+    for step in range(3):
+        batch = global_batch(config, step)
+        mine = batch.split(4)[mesh.dp.index].split(2)
+        engine.begin_step(batch.valid_tokens, 2)
+        for micro_batch in mine:
+            ticket = engine.forward(0, micro_batch)
+            if step == 1 and mesh.rank == 3:
+                victim = engine.chunks[0].get_parameter("layers.0.mlp_norm.weight")
+                handle = victim.register_hook(lambda grad: grad * math.nan)
+                engine.backward(ticket)
+                handle.remove()
+            else:
+                engine.backward(ticket)
+        results.append(engine.step(LR[step]))
+        states.append(Checkpoint(config, engine, mesh))
+    same = all((states[0].tensors[key] == states[1].tensors[key]).all() for key in states[0].tensors)
+    moved = all((states[1].tensors[key] != states[2].tensors[key]).any() for key in states[0].tensors)
+    return [r.skipped for r in results], [r.grad_norm for r in results], same, moved, states[1].scalars()["step"]
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("precision", ["float32", "bf16"])
+def test_non_finite_gradient_changes_nothing_anywhere(ranks: Any, stage: int, precision: str) -> None:
+    outcomes = ranks(4, _poisoned, stage, precision)
+    for skipped, norms, same, moved, step in outcomes:
+        assert skipped == [False, True, False]
+        assert not math.isfinite(norms[1]) and math.isfinite(norms[2])
+        assert same and moved and step == 1.0
+
+
+def _overflowing(stage: int, scale: float) -> Any:
+    config = zero_config(stage, precision="fp16", loss_scale=scale)
+    engine, mesh = start(config)
+    out = []
+    for _ in range(3):
+        batch = global_batch(config, 0)
+        engine.begin_step(batch.valid_tokens, 1)
+        engine.backward(engine.forward(0, batch.split(4)[mesh.rank]))
+        out.append((engine.step(LR[0]).skipped, engine.scalars()["loss_scale"]))
+    return out
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_fp16_overflow_halves_the_scale(ranks: Any, stage: int) -> None:
+    scale = 3.0 * 2.0**40
+    for out in ranks(2, _overflowing, stage, scale):
+        assert out == [(True, scale / 2), (True, scale / 4), (True, scale / 8)]
+
+
+def _at_smallest_scale(stage: int) -> Any:
+    config = zero_config(stage, precision="fp16", loss_scale=1.0)
+    engine, mesh = start(config)
+    out = []
+    for factor in (math.inf, math.inf, 1.0):
+        batch = global_batch(config, 0)
+        engine.begin_step(batch.valid_tokens, 1)
+        ticket = engine.forward(0, batch.split(4)[mesh.rank])
+        ticket.output = ticket.output * factor
+        engine.backward(ticket)
+        out.append((engine.step(LR[0]).skipped, engine.scalars()["loss_scale"]))
+    return out
+
+
+def test_smallest_loss_scale_is_endured(ranks: Any) -> None:
+    for out in ranks(2, _at_smallest_scale, 2):
+        assert out == [(True, 1.0), (True, 1.0), (False, 1.0)]
+
+
+class Stage(nn.Module):
+    """Part of a model, as a pipeline would cut it; parameter names stay those of the whole."""
+
+    def __init__(self, model: Any, first: bool) -> None:
+        super().__init__()
+        self.first, keep = first, "0" if first else "1"
+        self.layers = nn.ModuleDict({keep: model.layers[keep]})
+        self.rope = model.model
+        if first:
+            self.embedding = model.embedding
+        else:
+            self.norm, self.head, self.loss = model.norm, model.head, model.loss
+
+    def forward(self, batch: Batch, hidden: Tensor | None = None) -> Tensor:
+        from hpctrain.model.rope import rotation
+        from hpctrain.model.transformer import document_mask
+
+        x = self.embedding(batch.tokens) if self.first else hidden
+        rope = rotation(self.rope, torch.arange(x.shape[1]), x.dtype)
+        mask = None if batch.documents is None else document_mask(batch.documents)
+        for layer in self.layers.values():
+            x = layer(x, rope, mask, batch.samples)
+        return x if self.first else self.loss(self.head(self.norm(x), None), batch.labels)
+
+
+def _gpipe(stage: int, backward_first: str, precision: str) -> Any:
+    """Both halves of the model as chunks of one rank, all forwards before all backwards."""
+    config = zero_config(stage, precision=precision)
+    mesh = make_mesh(config, 2)
+    model, records = build_model(config, mesh)
+    engine = build_engine([Stage(model, True), Stage(model, False)], records, mesh, config)
+    losses, norms = [], []
+    for step in range(3):
+        batch = global_batch(config, step)
+        mine = batch.split(4)[mesh.rank].split(1)
+        engine.begin_step(batch.valid_tokens, len(mine))
+        tickets: list[tuple[Ticket, Tensor, Ticket]] = []
+        for micro_batch in mine:
+            front = engine.forward(0, micro_batch)
+            received = front.output.detach().requires_grad_()
+            back = engine.forward(1, micro_batch, received)
+            assert back.inputs == (received,)
+            tickets.append((front, received, back))
+        if backward_first == "each":
+            for front, received, back in tickets:
+                engine.backward(back)
+                engine.backward(front, received.grad)
+        else:
+            for _, _, back in tickets:
+                engine.backward(back)
+            for front, received, _ in tickets:
+                engine.backward(front, received.grad)
+        total = sum(back.output.detach().double() for *_, back in tickets)
+        torch.distributed.all_reduce(total)
+        losses.append(float(total) / batch.valid_tokens)
+        norms.append(engine.step(LR[step]).grad_norm)
+    return losses, norms
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("order", ["each", "last stage first"])
+def test_several_chunks_and_forwards_in_flight(ranks: Any, stage: int, order: str) -> None:
+    expected = reference(zero_config(0))
+    for losses, norms in ranks(2, _gpipe, stage, order, "float32"):
+        assert losses == pytest.approx(expected.losses, rel=1e-5)
+        assert norms == pytest.approx(expected.norms, rel=1e-5)
+
+
+def test_the_loss_scale_is_applied_once_in_a_pipeline(ranks: Any) -> None:
+    expected = reference(zero_config(0))
+    for _, norms in ranks(2, _gpipe, 1, "each", "fp16"):
+        assert norms == pytest.approx(expected.norms, rel=2e-2)
+
+
+def _initial_masters(stage: int, precision: str) -> Any:
+    config = zero_config(stage, precision=precision)
+    engine, mesh = start(config)
+    dtypes = {p.dtype for p in engine.chunks[0].parameters()}
+    return {key: values.numpy() for key, values in Checkpoint(config, engine, mesh).tensors.items()}, dtypes
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_master_weights_start_unrounded(ranks: Any, stage: int) -> None:
+    expected, _ = ranks(2, _initial_masters, 0, "float32")[0]
+    for found, dtypes in ranks(2, _initial_masters, stage, "bf16"):
+        assert dtypes == {torch.bfloat16}
+        assert all((found[key] == expected[key]).all() for key in expected)
+
+
+def _two_stages(stage: int) -> Any:
+    """A pipeline of two ranks that run different modules at different times."""
+    config = zero_config(stage)
+    mesh = build_mesh(Layout(pp=2), torch.device("cpu"))
+    model, records = build_model(config.model_copy(), _as_one(mesh))
+    first = mesh.rank == 0
+    engine = build_engine([Stage(model, first)], records, mesh, config)
+    norms = []
+    for step in range(3):
+        batch = global_batch(config, step)
+        pieces = batch.split(2)
+        engine.begin_step(batch.valid_tokens, len(pieces))
+        tickets = []
+        for piece in pieces:
+            hidden = torch.empty(2, piece.tokens.shape[1], config.model.hidden)
+            if first:
+                tickets.append((engine.forward(0, piece), hidden))
+                torch.distributed.send(tickets[-1][0].output.detach().contiguous(), 1)
+            else:
+                torch.distributed.recv(hidden, 0)
+                tickets.append((engine.forward(0, piece, hidden.requires_grad_()), hidden))
+        for ticket, hidden in tickets:
+            if first:
+                torch.distributed.recv(hidden, 1)
+                engine.backward(ticket, hidden)
+            else:
+                engine.backward(ticket)
+                torch.distributed.send(hidden.grad, 0)
+        norms.append(engine.step(LR[step]).grad_norm)
+    return norms
+
+
+def _as_one(mesh: Mesh) -> Mesh:
+    from dataclasses import replace
+
+    return replace(mesh, layout=Layout(), rank=0)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_stages_of_a_pipeline_do_not_wait_for_each_other(ranks: Any, stage: int) -> None:
+    expected = reference(zero_config(0))
+    for norms in ranks(2, _two_stages, stage, timeout_s=60.0):
+        assert norms == pytest.approx(expected.norms, rel=1e-5)
+
+
+def _memory(tp: int) -> Any:
+    """Largest number of gathered elements, all elements, views of weights kept for backward, and parameters that
+    DeepSpeed saw used outside of the module it had fetched."""
+    config = zero_config(
+        3, tp, model={"layers": 6, "hidden": 24, "heads": 4, "kv_heads": 2, "head_dim": 6, "ffn": 40, "vocab": 53}
+    )
+    engine, mesh = start(config)
+    named = dict(engine.chunks[0].named_parameters())
+    total = sum(p.ds_numel for p in named.values())
+    peak, kept = 0, 0
+
+    def sample(*_: Any) -> None:
+        nonlocal peak
+        peak = max(peak, sum(p.data.numel() for p in named.values()))
+
+    def pack(t: Tensor) -> Tensor:
+        nonlocal kept
+        kept += isinstance(t._base, nn.Parameter)
+        return t
+
+    for module in engine.chunks[0].modules():
+        module.register_forward_hook(sample)
+        module.register_full_backward_hook(sample)
+    batch = global_batch(config, 0)
+    mine = batch.split(4)[mesh.dp.index]
+    for micro_batches in (mine.split(2), mine.split(2), [mine], [mine], [mine], [mine]):
+        engine.begin_step(batch.valid_tokens, len(micro_batches))
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+            tickets = [engine.forward(0, b) for b in micro_batches]
+        for ticket in tickets:
+            engine.backward(ticket)
+        engine.step(LR[0])
+    registered = sum(len(m._external_params) for m in engine.chunks[0].modules())
+    return peak, total, kept, registered
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_stage_three_gathers_a_few_modules_at_a_time(ranks: Any, tp: int) -> None:
+    for peak, total, kept, registered in ranks(2 * tp, _memory, tp):
+        assert 0 < peak < 0.4 * total
+        assert kept == 0 and registered == 0
+
+
+def _overheard() -> str:
+    from deepspeed.utils import logger
+
+    with tempfile.TemporaryFile("w+") as heard:
+        saved = os.dup(1), os.dup(2), sys.stdout, sys.stderr
+        os.dup2(heard.fileno(), 1), os.dup2(heard.fileno(), 2)
+        sys.stdout = sys.stderr = heard
+        for handler in logger.handlers:
+            handler.setStream(heard)
+        try:
+            for stage, precision in ((1, "bf16"), (2, "fp16"), (3, "float32")):
+                config = zero_config(stage, precision=precision)
+                engine, mesh = start(config)
+                for step in range(2):
+                    train_step(engine, mesh, config, step)
+                engine.evaluate(0, global_batch(config, 0))
+                engine.load(Checkpoint(config, engine, mesh))
+                engine.close()
+        finally:
+            heard.flush()
+            os.dup2(saved[0], 1), os.dup2(saved[1], 2)
+            sys.stdout, sys.stderr = saved[2:]
+        heard.seek(0)
+        return heard.read()
+
+
+def test_nothing_is_printed(ranks: Any) -> None:
+    assert ranks(2, _overheard) == ["", ""]

@@ -1,0 +1,139 @@
+"""Each patch on its own, and the refusal of a DeepSpeed it was not written for.
+
+What the patches are for is held by the tests of the engine; here each is seen to be still needed.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import warnings
+from typing import Any
+
+import pytest
+import torch
+
+from hpctrain.errors import ConfigError
+from hpctrain.sharding.deepspeed import patches
+
+
+def test_another_version_is_refused() -> None:
+    patches.require_version("0.19.8")
+    with pytest.raises(
+        ConfigError, match=r"written for DeepSpeed 0\.19\.8 and found 0\.20\.0; pip install deepspeed==0"
+    ):
+        patches.require_version("0.20.0")
+
+
+def test_another_source_is_refused() -> None:
+    patches.require_source(test_another_version_is_refused, 'patches.require_version("0.20.0")')
+    with pytest.raises(ConfigError, match=r"test_another_version_is_refused is not that of 0\.19\.8"):
+        patches.require_source(test_another_version_is_refused, "a line that" + " is not there")
+
+
+def _refused(attribute: str) -> str:
+    """Replace one function that is patched by another, as a new release might."""
+    import importlib
+
+    from hpctrain.sharding.deepspeed.engine import load_deepspeed
+
+    module, _, name = attribute.rpartition(".")
+    setattr(importlib.import_module(module), name, lambda *_: None)
+    try:
+        load_deepspeed(torch.device("cpu"))
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(
+    "attribute",
+    [
+        "deepspeed.comm.torch.build_shm_op",
+        "deepspeed.runtime.zero.partitioned_param_coordinator.assert_ints_same_as_other_ranks",
+    ],
+)
+def test_a_changed_function_is_refused(ranks: Any, attribute: str) -> None:
+    (text,) = ranks(1, _refused, attribute)
+    assert "the installed DeepSpeed's" in text and "is not that of 0.19.8" in text
+
+
+def _globals_after_close() -> Any:
+    from deepspeed.runtime.zero import parameter_offload
+    from deepspeed.utils import groups
+
+    from tests.sharding.deepspeed_case import start, zero_config
+
+    engine, _ = start(zero_config(3))
+    during = (groups.mpu is not None, len(parameter_offload.FWD_MODULE_STACK))
+    engine.close()
+    return during, (groups.mpu is not None, len(parameter_offload.FWD_MODULE_STACK))
+
+
+def test_nothing_outlives_an_engine(ranks: Any) -> None:
+    assert ranks(1, _globals_after_close) == [((True, 1), (False, 0))]
+
+
+def _single_rank_without_a_group() -> Any:
+    import torch.distributed as dist
+
+    from hpctrain.layout.layout import Layout
+    from hpctrain.parallel.mesh import build_mesh
+    from hpctrain.parallel.parallelize import build_model
+    from hpctrain.sharding.build import build_engine
+    from tests.sharding.deepspeed_case import zero_config
+    from tests.training import train_step
+
+    assert not dist.is_initialized()
+    mesh, config = build_mesh(Layout(), torch.device("cpu")), zero_config(2)
+    model, records = build_model(config, mesh)
+    engine = build_engine([model], records, mesh, config)
+    return [train_step(engine, mesh, config, step) for step in range(3)]
+
+
+def test_one_process_needs_no_process_group(ranks: Any) -> None:
+    from tests.sharding.deepspeed_case import zero_config
+    from tests.training import reference
+
+    expected = reference(zero_config(0))
+    assert ranks(0, _single_rank_without_a_group)[0] == [
+        (pytest.approx(loss, rel=1e-5), pytest.approx(norm, rel=1e-5))
+        for loss, norm in zip(expected.losses, expected.norms)
+    ]
+
+
+def test_loading_is_quiet_and_leaves_the_compiler_out() -> None:
+    code = (
+        "import torch, sys; from hpctrain.sharding.deepspeed.engine import load_deepspeed;"
+        "load_deepspeed(torch.device('cpu'));"
+        "assert 'deepspeed.runtime.zero.muon.muon_optimizer' in sys.modules; print('torch._inductor' in sys.modules)"
+    )
+    environment = {k: v for k, v in os.environ.items() if k != "DS_ACCELERATOR"}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment)
+    assert (done.stdout, done.stderr) == ("False\n", "")
+
+
+def test_deprecations_are_silenced_and_nothing_else() -> None:
+    with warnings.catch_warnings(record=True) as heard:
+        warnings.simplefilter("always")
+        patches.no_repeated_warnings()
+        warnings.warn("`torch.distributed.reduce_scatter_tensor` is deprecated. Use another.", FutureWarning, 1)
+        warnings.warn("`torch.distributed.something` is deprecated.", FutureWarning, 1)
+    assert [str(w.message) for w in heard] == ["`torch.distributed.something` is deprecated."]
+
+
+def test_deepspeed_for_another_device_is_refused() -> None:
+    patches.require_accelerator("cpu", torch.device("cpu"))
+    with pytest.raises(
+        ConfigError, match=r"cluster.device='cuda': DeepSpeed was imported .* to compute on cpu; set DS_A"
+    ):
+        patches.require_accelerator("cpu", torch.device("cuda", 1))
+
+
+def test_local_rank_is_the_device_while_it_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    monkeypatch.setenv("OMPI_COMM_WORLD_LOCAL_RANK", "3")
+    with patches.local_rank(torch.device("cuda", 1)):
+        assert os.environ["LOCAL_RANK"] == "1" and "OMPI_COMM_WORLD_LOCAL_RANK" not in os.environ
+    assert os.environ["LOCAL_RANK"] == os.environ["OMPI_COMM_WORLD_LOCAL_RANK"] == "3"

@@ -11,6 +11,7 @@ from typing import NamedTuple
 from hpctrain.checkpoint.boxes import incomplete
 from hpctrain.checkpoint.manifest import (
     MANIFEST,
+    Entry,
     FileRecord,
     checksum,
     checksum_text,
@@ -118,8 +119,13 @@ def _look(folder: Path, record: FileRecord, progress: Callable[[int], None]) -> 
 
 
 def _pieces(folder: Path, records: tuple[FileRecord, ...]) -> list[Damage]:
-    try:
-        entries = [e for r in records if r.name.endswith(".json") for e in load_index(folder / r.name)]
-    except CheckpointError as error:
-        return [Damage("index", f"cannot be read ({error})")]
+    """Faults of the indices taken together. Whoever has a damaged one in his share reports that."""
+    entries: list[Entry] = []
+    for record in records:
+        if record.name.endswith(".json"):
+            try:
+                entries += load_index(folder / record.name)
+            except CheckpointError:
+                intact = _look(folder, record, lambda n: None) is None
+                return [Damage(record.name, "is not an index")] if intact else []
     return [Damage("index", f"is not of a whole state ({fault})") for fault in incomplete(entries)]

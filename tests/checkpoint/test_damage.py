@@ -204,9 +204,21 @@ def test_manifest_over_an_incomplete_state(tmp_path: Path) -> None:
     assert re.search(f"not of a whole state .{gone['kind']} of {gone['name']}: its pieces hold", str(verify(step)))
 
 
+def test_index_that_is_none(tmp_path: Path) -> None:
+    """Intact, as the checksum says, but not what its name says."""
+    step = save(tmp_path, 100, FakeState(), {}, alone()).path
+    (step / INDEX).write_bytes(b"[]")
+    record = FileRecord(INDEX, 2, checksum_text(checksum(b"[]")))
+    manifest = load_manifest(step)
+    files = tuple(record if f.name == INDEX else f for f in manifest.files)
+    (step / MANIFEST).write_bytes(dump_manifest(replace(manifest, files=files)))
+    assert str(verify(step)) == f"step-00000100: {INDEX} is not an index"
+
+
 def test_shares_together_look_at_every_file(run: Path) -> None:
+    """And only one of them reports a file, also where the damaged one is an index."""
     newest = run / "checkpoints" / "step-00000200"
-    for name, at in ((VALUES, -1), (INDEX, 12)):
+    for name, at in ((VALUES, -1), (INDEX, 12), (INDEX, -1)):
         sound = (newest / name).read_bytes()
         flip(newest / name, at)
         judged = [verify(newest, Share(i, 3)).valid for i in range(3)]

@@ -6,6 +6,7 @@ import math
 import os
 import sys
 import tempfile
+import warnings
 from typing import Any
 
 import pytest
@@ -273,11 +274,13 @@ def _memory(tp: int) -> Any:
         return t
 
     for module in engine.chunks[0].modules():
+        module.register_forward_pre_hook(sample)
         module.register_forward_hook(sample)
-        module.register_full_backward_hook(sample)
+    for p in named.values():
+        p.register_hook(sample)
     batch = global_batch(config, 0)
     mine = batch.split(4)[mesh.dp.index]
-    for micro_batches in (mine.split(2), mine.split(2), [mine], [mine], [mine], [mine]):
+    for micro_batches in ([mine], [mine], [mine], mine.split(2), mine.split(2)):
         engine.begin_step(batch.valid_tokens, len(micro_batches))
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
             tickets = [engine.forward(0, b) for b in micro_batches]
@@ -295,7 +298,19 @@ def test_stage_three_gathers_a_few_modules_at_a_time(ranks: Any, tp: int) -> Non
         assert kept == 0 and registered == 0
 
 
-def _overheard() -> str:
+def _quiet_run() -> None:
+    for stage, precision in ((1, "bf16"), (2, "fp16"), (3, "float32")):
+        config = zero_config(stage, precision=precision)
+        engine, mesh = start(config)
+        for step in range(2):
+            train_step(engine, mesh, config, step)
+        engine.evaluate(0, global_batch(config, 0))
+        engine.load(Checkpoint(config, engine, mesh))
+        engine.close()
+
+
+def _overheard() -> Any:
+    """What a run writes to the descriptors, to Python's streams and to DeepSpeed's logger, and what it warns of."""
     from deepspeed.utils import logger
 
     with tempfile.TemporaryFile("w+") as heard:
@@ -305,21 +320,34 @@ def _overheard() -> str:
         for handler in logger.handlers:
             handler.setStream(heard)
         try:
-            for stage, precision in ((1, "bf16"), (2, "fp16"), (3, "float32")):
-                config = zero_config(stage, precision=precision)
-                engine, mesh = start(config)
-                for step in range(2):
-                    train_step(engine, mesh, config, step)
-                engine.evaluate(0, global_batch(config, 0))
-                engine.load(Checkpoint(config, engine, mesh))
-                engine.close()
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("default")
+                _quiet_run()
         finally:
             heard.flush()
             os.dup2(saved[0], 1), os.dup2(saved[1], 2)
             sys.stdout, sys.stderr = saved[2:]
         heard.seek(0)
-        return heard.read()
+        return heard.read(), [str(warning.message) for warning in caught]
 
 
 def test_nothing_is_printed(ranks: Any) -> None:
-    assert ranks(2, _overheard) == ["", ""]
+    assert ranks(2, _overheard) == [("", [])] * 2
+
+
+def _with_dropout(stage: int, evaluate: bool) -> Any:
+    config = zero_config(stage, model={"dropout": 0.3})
+    engine, mesh = start(config)
+    out = []
+    for step in range(2):
+        if evaluate:
+            batch = global_batch(config, step)
+            first, second = (float(engine.evaluate(0, batch)) / batch.valid_tokens for _ in range(2))
+            assert first == second
+        out.append(train_step(engine, mesh, config, step))
+    return out
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_evaluation_leaves_training_as_it_was(ranks: Any, stage: int) -> None:
+    assert ranks(2, _with_dropout, stage, True) == ranks(2, _with_dropout, stage, False)

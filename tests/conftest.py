@@ -25,6 +25,7 @@ PARENT = Zygote(
         "hpctrain.parallel.parallelize",
         "hpctrain.sharding.none.engine",
         "hpctrain.sharding.deepspeed.engine",
+        "hpctrain.train.loop",
     )
 )
 """Forked here, before anything in this process imports torch or computes."""

@@ -159,20 +159,19 @@ class _Together:
     def each(self, action: Callable[[], T]) -> list[T]:
         """What it returns on each rank; for small values."""
         outcome = _attempt(action)
-        return self._values(cast("list[_Outcome[T]]", gather_objects(outcome.told(), self._axis)), outcome)
+        return self._values(gather_objects(outcome.told(), self._axis), outcome)
 
     def do(self, action: Callable[[], T]) -> T:
         """What it returns here, if it returns everywhere; for values that stay where they are."""
         outcome = _attempt(action)
-        told = gather_objects(_Outcome(None, outcome.failure), self._axis)
-        self._values(cast("list[_Outcome[None]]", told), outcome)
+        verdict: _Outcome[None] = _Outcome(None, outcome.failure)
+        self._values(gather_objects(verdict, self._axis), outcome)
         return cast(T, outcome.value)
 
     def first(self, action: Callable[[], T]) -> T:
         """What it returns on the first rank, where alone it runs."""
         outcome: _Outcome[T] = _attempt(action) if self._axis.index == 0 else _Outcome()
-        told = cast("_Outcome[T]", broadcast_object(outcome.told(), self._axis))
-        return self._values([told], outcome)[0]
+        return self._values([broadcast_object(outcome.told(), self._axis)], outcome)[0]
 
     def _values(self, outcomes: list[_Outcome[T]], own: _Outcome[Any]) -> list[T]:
         failures = [f"rank {self._axis.ranks[i]}: {o.failure}" for i, o in enumerate(outcomes) if o.failure]

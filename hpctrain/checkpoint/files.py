@@ -7,6 +7,7 @@ this module, for every n, has ended it at every point where the disk can be left
 from __future__ import annotations
 
 import errno
+import mmap
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -76,14 +77,24 @@ def remove_folder(path: Path) -> None:
     os.rmdir(path)
 
 
-def start_write_back(fd: int, offset: int, size: int) -> None:
+def start_write_back(fd: int, offset: int, size: int) -> int:
     """Ask the kernel to begin writing dirty pages out now, so that the disk works while we go on.
 
     Otherwise it waits for seconds, or for gigabytes, and all of the writing is left to `fsync`. Changes no
     content. On Linux the advice "not needed" queues dirty pages for writing and does not wait for them.
+
+    Args:
+        fd: of the file.
+        offset: where to begin, bytes.
+        size: up to where all is written.
+
+    Returns:
+        Bytes queued: whole pages only, because to write on in a page may mean to wait until it is on the disk.
     """
-    if hasattr(os, "posix_fadvise"):
+    size -= (offset + size) % mmap.PAGESIZE
+    if size > 0 and hasattr(os, "posix_fadvise"):
         os.posix_fadvise(fd, offset, size, os.POSIX_FADV_DONTNEED)
+    return max(size, 0)
 
 
 @contextmanager

@@ -19,6 +19,7 @@ from hpctrain.checkpoint.manifest import (
     load_manifest,
 )
 from hpctrain.errors import CheckpointError
+from hpctrain.sharding.state import balance
 
 CHUNK = 8 << 20
 """Bytes read at a time."""
@@ -84,8 +85,9 @@ def verify(path: Path, share: Share = ALL, progress: Callable[[int], None] | Non
         return Verdict(path, (Damage(MANIFEST, str(error).removeprefix(f"{MANIFEST} ")),))
     if not manifest.files:
         return Verdict(path, (Damage(MANIFEST, "lists no files"),))
-    by_size = sorted(manifest.files, key=lambda f: (-f.bytes, f.name))
-    found = [_look(path, record, progress or (lambda n: None)) for record in by_size[share.index :: share.size]]
+    owners = balance([record.bytes for record in manifest.files], share.size)
+    mine = [record for record, owner in zip(manifest.files, owners) if owner == share.index]
+    found = [_look(path, record, progress or (lambda n: None)) for record in mine]
     damage = sorted(d for d in found if d is not None)
     if share.index == 0 and not damage:
         damage = _pieces(path, manifest.files)

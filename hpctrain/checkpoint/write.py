@@ -111,18 +111,18 @@ def write(staging: Path, rank: int, shot: Snapshot) -> tuple[FileRecord, ...]:
 
 
 def _write_values(path: Path, shot: Snapshot) -> FileRecord:
-    offset, crc = 0, 0
+    size, queued, crc = 0, 0, 0
     with files.durable(path) as fd:
         for data in _stream(shot):
             for begin in range(0, len(data), CHUNK):
                 chunk = data[begin : begin + CHUNK]
                 files.write(fd, chunk)
                 crc = checksum(chunk, crc)
-                offset += len(chunk)
-                if len(chunk) == CHUNK:
-                    files.start_write_back(fd, offset - CHUNK, CHUNK)
+                size += len(chunk)
+                if size - queued >= CHUNK:
+                    queued += files.start_write_back(fd, queued, size - queued)
             del data, chunk  # before the next piece is fetched
-    return FileRecord(path.name, offset, checksum_text(crc))
+    return FileRecord(path.name, size, checksum_text(crc))
 
 
 def _stream(shot: Snapshot) -> Iterator[memoryview]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import importlib
 import os
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import click
 
@@ -78,7 +78,7 @@ class LazyGroup(click.Group):
             _stop(ctx, f"{where}{os.strerror(error.errno)}; {ENVIRONMENT[error.errno]}.", 1)
 
 
-def _stop(ctx: click.Context, sentence: str, code: int) -> None:
+def _stop(ctx: click.Context, sentence: str, code: int) -> NoReturn:
     click.echo(f"error: {sentence}", err=True)
     ctx.exit(code)
 

@@ -57,7 +57,7 @@ def ls(path: Path, as_json: bool) -> None:
             _layout(line["layout"]),
             line["damage"] or "committed",
         )
-    Console().print(table)
+    Console(markup=False, highlight=False).print(table)
 
 
 @ckpt.command()
@@ -76,7 +76,7 @@ def verify(context: click.Context, path: Path, as_json: bool) -> None:
         table = _table("checkpoint", "size", "state")
         for v in verdicts:
             table.add_row(v.path.name, _size(v.bytes or None), "; ".join(map(str, v.damage)) or "valid")
-        Console().print(table)
+        Console(markup=False, highlight=False).print(table)
     if not all(v.valid for v in verdicts):
         context.exit(1)
 
@@ -113,13 +113,13 @@ def show(path: Path, as_json: bool) -> None:
         ("layout", _layout(about["layout"])),
         ("parameters", f"{parameters:,}"),
         ("size", f"{_size(about['bytes'])} in {about['files']} files"),
-        *((name, str(value)) for name, value in about["scalars"].items()),
+        *((f"scalars.{name}", str(value)) for name, value in about["scalars"].items()),
     ):
         facts.add_row(label, value)
     table = _table("tensor", "kind", "shape", "dtype", "pieces")
     for t in tensors:
         table.add_row(*(str(t[column]) for column in ("name", "kind", "shape", "dtype", "pieces")))
-    Console().print(facts, table)
+    Console(markup=False, highlight=False).print(facts, table)
 
 
 def _there(path: Path, found: list[Any]) -> list[Any]:

@@ -24,11 +24,12 @@ def generate(
     """
     from hpctrain.config.load import load
     from hpctrain.errors import CheckpointError
-    from hpctrain.launch.local import run_local
-    from hpctrain.train.generate import Sampling, generate_main
 
     if not (run / "config.yaml").exists():
         raise CheckpointError(f"{run} is not a run folder (no config.yaml): give the folder that training named.")
+    from hpctrain.launch.local import run_local
+    from hpctrain.train.generate import Sampling, generate_main
+
     config = load(run / "config.yaml", overrides)
     settings = config.model_dump(mode="json")
     settings["sharding"] |= {"engine": "none", "stage": 0}

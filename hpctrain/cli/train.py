@@ -44,11 +44,11 @@ def _as_rank(settings: dict[str, object]) -> None:
 
 
 def _on_this_machine(config: RunConfig) -> None:
-    from hpctrain.config.validate import validate
     from hpctrain.errors import ConfigError
     from hpctrain.launch.local import run_local
     from hpctrain.telemetry.console import ConsoleView, follow
     from hpctrain.telemetry.sinks import METRICS_FILE
+    from hpctrain.train.preflight import preflight
     from hpctrain.train.run import rank_main
 
     if config.cluster.nodes > 1:
@@ -57,7 +57,7 @@ def _on_this_machine(config: RunConfig) -> None:
             "set cluster.nodes=1, or start it on every node with srun or torchrun",
         )  # fmt: skip
     world = config.cluster.gpus_per_node
-    validate(config, world)
+    preflight(config, world)
     print(f"run folder {config.run_folder}, {world} ranks on this machine", flush=True)
     view, done, began = ConsoleView(config.train.steps, sys.stdout), threading.Event(), time.time()
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import numpy as np
 import torch
@@ -14,7 +13,7 @@ from hpctrain.data.order import shuffled
 from hpctrain.model.batch import IGNORED, Batch
 
 AHEAD = 4096
-"""Samples whose order is computed together: a permutation costs as much for thousands as for ten."""
+"""Samples whose order is computed together, within an epoch: a thousand cost little more than ten."""
 
 
 class Batches:
@@ -86,7 +85,8 @@ class Batches:
         """Windows of this rank's part of a global batch, [local]."""
         step, off = divmod(sample - self._ahead_from, self._global)
         if off or not 0 <= step < len(self._ahead):
-            starts = sample + self._first + self._global * np.arange(max(1, AHEAD // self._local))
+            steps = max(1, min(AHEAD // self._local, self.samples // self._global))
+            starts = sample + self._first + self._global * np.arange(steps)
             counts = starts[:, None] + np.arange(self._local)
             if self._seed is None:
                 self._ahead = counts % self.samples
@@ -107,33 +107,17 @@ class Batches:
             [local, seq] number of the document of each token, counted from the first one in its window.
         """
         offsets, seq = self._split.corpus.documents, self._seq
-        documents = np.zeros(labels.shape, np.int64)
         start = self._split.first_token + window * seq
-        first, last = np.searchsorted(offsets, np.stack([start, start + seq]), "right") - 1
-        several = last > first
-        if several.any():
-            rows, cuts = _cuts(offsets, start, first, last - first)
-            labels[rows, cuts - 1] = IGNORED
-            inside = cuts < seq
-            documents[rows[inside], cuts[inside]] = 1
-            documents[several] = documents[several].cumsum(axis=1)
+        # A piece is what a window, with the token after it, has of one document.
+        first, last = offsets.searchsorted((start, start + seq), "right") - 1
+        if (first == last).all():
+            return np.zeros(labels.shape, np.int64)
+        pieces = last - first + 1
+        ends = pieces.cumsum()
+        row = np.arange(len(window)).repeat(pieces)
+        number = np.arange(ends[-1]) - (ends - pieces)[row]
+        begin = np.maximum(offsets[first[row] + number] - start[row], 0) + row * seq  # in the flattened batch
+        labels.reshape(-1)[begin[number > 0] - 1] = IGNORED
+        length = np.append(begin[1:], labels.size) - begin  # 0 for the piece that is only the token after a window
+        documents: NDArray[np.int64] = number.repeat(length).reshape(labels.shape)
         return documents
-
-
-def _cuts(
-    offsets: NDArray[np.int64], start: NDArray[np.int64], first: NDArray[np.int64], counts: NDArray[Any]
-) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Where documents begin inside windows, window by window.
-
-    Args:
-        offsets: [documents + 1] of the corpus.
-        start: [local] where each window begins in the corpus.
-        first: [local] the document it begins in.
-        counts: [local] how many more documents it reaches into, the token after the window included.
-
-    Returns:
-        (row, position in the window) of each beginning, both [counts.sum()].
-    """
-    rows = np.repeat(np.arange(len(counts)), counts)
-    nth = np.arange(len(rows)) - np.repeat(np.cumsum(counts) - counts, counts)
-    return rows, offsets[first[rows] + 1 + nth] - start[rows]

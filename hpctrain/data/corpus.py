@@ -46,8 +46,13 @@ class Corpus:
         """
         path = Path(path)
         header, places = format.read(path)
-        tokens = _mapped(path, header.dtype, places.tokens, header.tokens)
-        documents = _mapped(path, format.OFFSET, places.documents, header.documents + 1)
+        data = _mapped(path)
+
+        def array(place: int, length: int, dtype: np.dtype[Any]) -> NDArray[Any]:
+            return data[place : place + length * dtype.itemsize].view(dtype)
+
+        tokens = array(places.tokens, header.tokens, header.dtype)
+        documents = array(places.documents, header.documents + 1, format.OFFSET)
         corpus = cls(path, header, tokens, documents)
         if documents[0] != 0 or documents[-1] != header.tokens:
             raise DataError(
@@ -179,9 +184,10 @@ def check_vocabulary(corpus: Corpus, vocab: int) -> None:
         )
 
 
-def _mapped(path: Path, dtype: np.dtype[Any], place: int, length: int) -> NDArray[Any]:
+def _mapped(path: Path) -> NDArray[np.uint8]:
+    """The bytes of a file; a plain array, because slices of `np.memmap` are slow to make."""
     try:
-        return np.asarray(np.memmap(path, dtype, "r", place, (length,)))
+        return np.asarray(np.memmap(path, np.uint8, "r"))
     except (OSError, ValueError) as error:
         raise DataError(
             f"Corpus {path} cannot be memory-mapped: {error}; check the file and its filesystem."

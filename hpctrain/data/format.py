@@ -28,7 +28,11 @@ FORMAT = "hpctrain-tokens"
 VERSION = 1
 MAGIC = b"\x89HDF\r\n\x1a\n"
 PAGE = 4096
-"""Arrays begin at multiples of this, so that mapped ids are aligned."""
+"""Arrays larger than this begin at multiples of it."""
+LIBVER = ("v108", "v108")
+"""The oldest structures of HDF5 that carry checksums. Without them damage can crash the library itself."""
+STRUCTURE = 1 << 20
+"""Bytes that all else in a file takes, at most: HDF5's own structures, the header, and gaps."""
 OFFSET = np.dtype("<i8")
 """Type of the elements of `documents`."""
 REBUILD = "build it again with `hpctrain data build`"
@@ -82,7 +86,7 @@ def token_dtype(vocab: int) -> np.dtype[Any]:
 
 def file_size(tokens: int, documents: int, vocab: int) -> int:
     """Bytes that a corpus takes on disk, at most."""
-    return tokens * token_dtype(vocab).itemsize + (documents + 1) * OFFSET.itemsize + 16 * PAGE
+    return tokens * token_dtype(vocab).itemsize + (documents + 1) * OFFSET.itemsize + STRUCTURE
 
 
 def create(path: Path, documents: NDArray[np.int64], vocab: int) -> Places:
@@ -96,8 +100,9 @@ def create(path: Path, documents: NDArray[np.int64], vocab: int) -> Places:
         documents: [documents + 1] offsets.
         vocab: of the tokenizer.
     """
-    with h5py.File(path, "w-", locking=False, alignment_threshold=1, alignment_interval=PAGE) as file:
-        file.attrs["format"], file.attrs["version"], file.attrs["complete"] = FORMAT, VERSION, False
+    how = {"libver": LIBVER, "locking": False, "alignment_threshold": PAGE, "alignment_interval": PAGE}
+    with h5py.File(path, "w-", **how) as file:
+        _set(file, format=FORMAT, version=VERSION, complete=False)
         for name, size, dtype in (
             ("documents", len(documents), OFFSET),
             ("tokens", int(documents[-1]), token_dtype(vocab)),
@@ -117,10 +122,9 @@ def create(path: Path, documents: NDArray[np.int64], vocab: int) -> Places:
 
 def complete(path: Path, header: Header) -> None:
     """Give a corpus its header, after its last token was written."""
-    with h5py.File(path, "r+", locking=False) as file:
-        for key, value in asdict(header).items():
-            file.attrs[key] = json.dumps(value) if key == "provenance" else value
-        file.attrs["complete"] = True
+    with h5py.File(path, "r+", libver=LIBVER, locking=False) as file:
+        _set(file, **{**asdict(header), "provenance": json.dumps(header.provenance)})
+        _set(file, complete=True)
 
 
 def read(path: Path) -> tuple[Header, Places]:
@@ -137,6 +141,12 @@ def read(path: Path) -> tuple[Header, Places]:
     if max(tokens + header.tokens * header.dtype.itemsize, documents + (header.documents + 1) * OFFSET.itemsize) > size:
         raise DataError(f"Corpus {path} is truncated: its arrays reach past the {size} bytes it has; {REBUILD}.")
     return header, Places(tokens, documents)
+
+
+def _set(file: h5py.File, **attributes: str | int | float | bool) -> None:
+    """Set attributes of the file. Text has a fixed length: HDF5 keeps the other kind in a heap without checksums."""
+    for key, value in attributes.items():
+        file.attrs[key] = np.bytes_(value.encode()) if isinstance(value, str) else value
 
 
 def _check_file(path: Path) -> int:
@@ -172,7 +182,7 @@ def _opened(path: Path) -> Iterator[h5py.File]:
 
 
 def _header(path: Path, file: h5py.File) -> Header:
-    attrs = dict(file.attrs)
+    attrs = {k: v.decode() if isinstance(v, bytes) else v for k, v in file.attrs.items()}
     if str(attrs.get("format")) != FORMAT:
         raise DataError(f"HDF5 file {path} is not a corpus of hpctrain: it has no format={FORMAT!r}; {REBUILD}.")
     if str(attrs.get("version")) != str(VERSION):

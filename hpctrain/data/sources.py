@@ -71,12 +71,12 @@ def list_sources(
     Raises:
         DataError: a path is not there, cannot be read, or there is no text.
     """
-    found = [(i, s) for i, path in enumerate(paths) for s in _found(path, suffixes, excluded)]
+    found = [s for path in paths for s in _found(path, suffixes, excluded)]
     if output is not None and output.exists():
-        found = [(i, s) for i, s in found if not s.path.samefile(output)]
-    taken = [(i, s) for i, s in found if s.size]
+        found = [s for s in found if not s.path.samefile(output)]
+    taken = [s for s in found if s.size]
     if order == "hash":
-        taken.sort(key=lambda item: (hashlib.sha256(os.fsencode(item[1].name)).digest(), item[0]))
+        taken.sort(key=lambda s: hashlib.sha256(os.fsencode(s.name)).digest())
     if not taken:
         which = f" ending in {' or '.join(suffixes)}" if suffixes else ""
         raise DataError(
@@ -84,9 +84,9 @@ def list_sources(
             f"name other sources or suffixes."
         )
     digest = hashlib.sha256()
-    for _, source in taken:
+    for source in taken:
         digest.update(os.fsencode(source.name) + b"\0" + str(source.size).encode() + b"\n")
-    return Listing(tuple(s for _, s in taken), len(found) - len(taken), digest.hexdigest())
+    return Listing(tuple(taken), len(found) - len(taken), digest.hexdigest())
 
 
 def _found(path: Path, suffixes: Sequence[str], excluded: Sequence[str]) -> Iterator[Source]:

@@ -26,6 +26,9 @@ if TYPE_CHECKING:
 FAREWELL_S = 20.0
 """How long rank 0 keeps the store for ranks that are still on their way out."""
 
+ANSWER_S = 1.0
+"""How long rank 0, having lost a peer, keeps the store for others that ask why."""
+
 
 class PeerLost(LaunchError):
     """A collective failed because another rank is gone: a consequence, never the cause."""
@@ -163,6 +166,11 @@ def _report(error: BaseException, store: Store, identity: Identity) -> PeerLost 
                 store.set("failure", f"rank {identity.rank} failed first: {type(error).__name__}: {error}")
         elif store.check(["failure"]):
             said = store.get("failure").decode()
+            asked = store.add("asked", 1)
+            deadline = time.monotonic() + ANSWER_S
+            while identity.rank == 0 and asked < identity.world - 1 and time.monotonic() < deadline:
+                time.sleep(0.01)  # the others find out from the store, which goes with this rank
+                asked = store.add("asked", 0)
             return PeerLost(f"rank {identity.rank} stopped because {said}")
     return PeerLost(f"rank {identity.rank} lost the connection to another rank: {error}") if peer_gone else None
 

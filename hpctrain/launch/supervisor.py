@@ -37,18 +37,21 @@ class Supervisor(Controller):
         Args:
             max_retry: as in submitit; a restart is never made here.
         """
+        lifeline = os.dup(sys.stdin.fileno())
+        with open(os.devnull) as nothing:
+            os.dup2(nothing.fileno(), sys.stdin.fileno())  # which the ranks inherit
         try:
             self.start_tasks()
-            for rank, code, stopped in self._ends():
+            for rank, code, stopped in self._ends(lifeline):
                 with suppress(BrokenPipeError):
                     print(json.dumps({"rank": rank, "code": code, "stopped": stopped}), flush=True)
         finally:
             self.kill_tasks()
 
-    def _ends(self) -> Iterator[tuple[int, int, bool]]:
+    def _ends(self, lifeline: int) -> Iterator[tuple[int, int, bool]]:
         """Rank, exit status, and whether it was told to stop, of each task as it ends."""
         running = dict(enumerate(self.tasks))
-        lifeline = [sys.stdin.fileno()]
+        watched = [lifeline]
         signals = [signal.SIGTERM, signal.SIGKILL]
         deadline, stopping = float("inf"), False
         while running:
@@ -59,8 +62,8 @@ class Supervisor(Controller):
                     yield rank, code, stopping
                     if code:
                         deadline = min(deadline, time.monotonic() + GRACE_S)
-            if select.select(lifeline, [], [], TICK_S)[0] and not os.read(lifeline[0], 1024):
-                lifeline, deadline = [], 0.0
+            if select.select(watched, [], [], TICK_S)[0] and not os.read(lifeline, 1024):
+                watched, deadline = [], 0.0
             if time.monotonic() > deadline:
                 stopping = True
                 for task in running.values():

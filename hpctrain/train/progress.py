@@ -89,11 +89,11 @@ def choose(config: RunConfig, world: Axis) -> Found | None:
 
 
 def _check_corpus(session: Session, found: Found) -> None:
-    before, now = found.extra["corpus"]["tokenizer_sha256"], session.corpus.header.tokenizer_sha256
-    if before != now:
+    before, now = found.extra["corpus"], session.corpus.header
+    if before["tokenizer_sha256"] != now.tokenizer_sha256:
         raise DataError(
-            f"Corpus {session.corpus.path} was made with tokenizer {session.corpus.header.tokenizer} and "
-            f"checkpoint {found.path} was trained with {found.extra['corpus']['tokenizer']}: use a corpus of the latter."
+            f"Corpus {session.corpus.path} was made with tokenizer {now.tokenizer}, but checkpoint {found.path} was "
+            f"trained with {before['tokenizer']}: use a corpus made with the latter."
         )
 
 

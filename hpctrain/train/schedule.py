@@ -36,7 +36,7 @@ def learning_rate(optimizer: OptimizerConfig, train: TrainConfig, step: int) -> 
         return peak
     start = max(optimizer.warmup - 1, 0)
     if optimizer.schedule == "wsd":
-        start = max(start, last - (optimizer.decay or max(train.steps // 10, 1)))
+        start = max(start, last - optimizer.decay_steps(train.steps))
     done = max(step - start, 0) / max(last - start, 1)
     if optimizer.schedule == "cosine":
         done = 0.5 * (1.0 - math.cos(math.pi * done))

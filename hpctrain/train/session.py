@@ -8,7 +8,7 @@ import torch
 
 from hpctrain.config.schema import RunConfig
 from hpctrain.data.batches import Batches
-from hpctrain.data.corpus import Corpus, Split, check_vocabulary
+from hpctrain.data.corpus import Corpus, Split
 from hpctrain.layout.layout import Layout
 from hpctrain.layout.memory import check_memory
 from hpctrain.layout.placement import replica_groups
@@ -19,6 +19,7 @@ from hpctrain.sharding.build import build_engine
 from hpctrain.sharding.engine import Engine
 from hpctrain.telemetry.flops import Throughput, flops_per_token, peak_flops
 from hpctrain.telemetry.memory import available_memory
+from hpctrain.train.preflight import open_data
 
 
 @dataclass
@@ -57,11 +58,9 @@ def open_session(config: RunConfig, device: torch.device, world: int) -> Session
         ConfigError: the run does not fit in memory.
     """
     layout = Layout.of(config.parallel, world)
-    corpus = Corpus.open(config.data.corpus)
-    check_vocabulary(corpus, config.model.vocab)
+    corpus, training, validation = open_data(config)
     mesh = build_mesh(layout, device, replica_groups(config.model, layout), config.cluster.timeout_s)
     check_memory(config, layout, _memory_of_a_rank(mesh, config))
-    training, validation = corpus.split(config.data.validation if config.train.eval_batches else 0.0)
 
     def read(split: Split, seed: int | None) -> Batches:
         return Batches(

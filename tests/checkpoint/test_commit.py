@@ -116,6 +116,7 @@ def test_everything_is_durable_before_it_counts(tmp_path: Path, monkeypatch: pyt
         assert last_write < max(i for i, e in enumerate(log) if e == ("fsync_folder", staging)) < renamed
     manifest = log.index(("create", staging / "manifest.json"))
     assert all(log.index(("fsync", staging / f)) < manifest for f in written - {"manifest.json"})
+    assert log.index(("fsync_folder", staging)) < manifest, "each rank syncs the names of its files itself"
     synced = log.index(("fsync_folder", root), renamed)
     new = root / "latest.partial"
     pointed = log.index(("replace", new, root / "latest"))
@@ -205,13 +206,14 @@ def test_folder_without_permission(tmp_path: Path) -> None:
 
 
 def test_saving_again_and_again_takes_no_memory(tmp_path: Path) -> None:
+    import torch
+
     def held() -> int:
         gc.collect()
         return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
-    import torch
-
     state = FakeState(tensors=(("big", "weight", torch.float32, (512, 1024)),), tiles=3)
+    gc.collect()  # maps of earlier tests hold descriptors
     descriptors = len(os.listdir("/proc/self/fd"))
     for step in range(60):
         if step == 10:

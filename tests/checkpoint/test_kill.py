@@ -109,7 +109,8 @@ def saved_by(world: int, run: Path, victim: int, at: int, half: bool) -> bool:
         children.append(pid)
     for link in links:
         link.close()
-    return all([os.waitpid(pid, 0)[1] == 0 for pid in children])
+    ended = [os.waitpid(pid, 0)[1] for pid in children]
+    return not any(ended)
 
 
 def sweep(folder: Path, world: int, victim: int, half: bool) -> list[int]:
@@ -140,7 +141,7 @@ def test_killed_at_every_point(
     outcomes = ranks(0, sweep, tmp_path, world, victim, half)[0]
     assert outcomes == sorted(outcomes), "once the new one is committed it stays"
     if victim == 0:
-        assert len(outcomes) > 40 and outcomes.count(200) > 10
+        assert len(outcomes) > 30 and outcomes.count(200) > 10
     else:
         assert len(outcomes) > 10 and outcomes.count(100) == len(outcomes)
 
@@ -157,6 +158,7 @@ def test_the_other_rank_is_not_left_waiting(
         put(tmp_path / str(at), 200, axis)
         return done
 
+    put(tmp_path / "-1", 100, alone())
     at = ranks(2, body, -1)[victim].index(change)
     put(tmp_path / str(at), 100, alone())
     with pytest.raises(RankFailure) as caught:

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import sys
 import time
 from pathlib import Path
 
@@ -11,7 +12,7 @@ from hpctrain.launch.identity import detect
 
 def who(extra):
     me = detect(os.environ)
-    print(f"I am rank {me.rank}", flush=True)
+    print(f"I am rank {me.rank}", sys.stdin.read(), flush=True)
     return me.rank, me.world, me.source, extra, os.environ["OMP_NUM_THREADS"], os.environ.get("CUDA_VISIBLE_DEVICES")
 
 

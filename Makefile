@@ -1,0 +1,56 @@
+# One command each; `make` alone lists them.
+PYTHON ?= python3
+ARGS ?=
+WORKERS ?= 2
+
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/installed
+CORPUS := corpora/stdlib.h5
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+
+.DEFAULT_GOAL := help
+.PHONY: help install train test bench lint test-gpu clean
+
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "make %-9s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
+
+install: $(STAMP) ## make .venv with the pinned versions and .venv/bin/hpctrain (PYTHON=python3)
+
+# torch first and by itself, so that nothing else decides which one is taken.
+$(STAMP): setup.cfg pyproject.toml constraints.txt
+	@command -v $(PYTHON) >/dev/null || { \
+	  echo "error: $(PYTHON) is not there; on Debian or Ubuntu: apt-get install python3 python3-venv" >&2; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { \
+	  echo "error: $(PYTHON) is $$($(PYTHON) -V 2>&1), and hpctrain needs 3.10 or later;" \
+	    "name another with: make install PYTHON=python3.11" >&2; exit 1; }
+	@$(PYTHON) -c 'import venv, ensurepip' 2>/dev/null || { \
+	  echo "error: $(PYTHON) cannot make environments; on Debian or Ubuntu: apt-get install python3-venv" >&2; exit 1; }
+	@$(PIP) --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear $(VENV)
+	$(PIP) install -c constraints.txt torch
+	$(PIP) install -c constraints.txt -e '.[dev]'
+	@touch $@
+	@echo "Installed $(BIN)/hpctrain."
+
+train: $(STAMP) ## install, build a corpus from Python's own sources, train the default recipe on it
+	$(BIN)/hpctrain data stdlib $(CORPUS)
+	$(BIN)/hpctrain train gpt-tiny $(ARGS)
+
+test: $(STAMP) ## install, run all tests (ARGS="-k name", WORKERS=2)
+	$(BIN)/python -m pytest -n $(WORKERS) $(ARGS)
+
+bench: $(STAMP) ## measure speed beside other tools; minutes, wants a quiet machine
+	$(BIN)/python benchmarks/run.py $(ARGS)
+
+lint: $(STAMP) ## ruff and mypy
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+# A GPU machine may have no way to install anything: whatever Python is there does.
+test-gpu: ## checks on a CUDA machine, without network, at most 8 minutes
+	PYTHONPATH=. $(if $(wildcard $(STAMP)),$(BIN)/python,$(PYTHON)) benchmarks/gpu_check.py $(ARGS)
+
+clean: ## remove .venv, build outputs and caches; keeps corpora/ and runs/
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find hpctrain tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true

@@ -1,0 +1,131 @@
+"""Sample access: a corpus beside a numpy memmap of the same tokens in a plain .bin file.
+
+Every reader returns what a step needs, tokens and labels as int64 torch tensors of a batch of random windows,
+from the page cache, in one process. Readers take turns in one run, in an order drawn anew for each round, so
+that what else the machine does falls on all of them; ratios are medians over rounds.
+
+    python benchmarks/data_access.py --json out.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from hpctrain.data.batches import Batches
+from hpctrain.data.build import build
+from hpctrain.data.corpus import Corpus
+from hpctrain.data.sources import list_sources
+
+Reader = Callable[[int], object]
+"""Reads the n-th batch."""
+
+
+def make_corpus(folder: Path, tokens: int) -> Corpus:
+    """A corpus of random documents of 50 to 1500 tokens."""
+    rng, size, texts = np.random.default_rng(0), 0, folder / "texts"
+    texts.mkdir()
+    while size < tokens:
+        length = int(rng.integers(50, 1500))
+        (texts / f"{size}.txt").write_bytes(rng.bytes(length))
+        size += length + 1
+    build(folder / "corpus.h5", list_sources([texts]), [texts])
+    return Corpus.open(folder / "corpus.h5")
+
+
+def memmap_by_sample(path: Path, seq: int, batch: int) -> Reader:
+    """The way of most small trainers: a slice, a cast and a tensor for each sample, then a stack."""
+    data = np.memmap(path, "<u2", "r")
+    order = np.random.default_rng(1).permutation((len(data) - 1) // seq) * seq
+
+    def read(n: int) -> object:
+        starts = [order[i % len(order)] for i in range(n * batch, (n + 1) * batch)]
+        x = torch.stack([torch.from_numpy(data[i : i + seq].astype(np.int64)) for i in starts])
+        y = torch.stack([torch.from_numpy(data[i + 1 : i + 1 + seq].astype(np.int64)) for i in starts])
+        return x, y
+
+    return read
+
+
+def memmap_by_batch(path: Path, seq: int, batch: int) -> Reader:
+    """The fastest use of a memmap known: a stored permutation, all windows of a batch in one operation."""
+    data = np.asarray(np.memmap(path, "<u2", "r"))
+    n_windows = (len(data) - 1) // seq
+    windows = np.lib.stride_tricks.as_strided(data, (n_windows, seq + 1), (seq * 2, 2))
+    order = np.random.default_rng(1).permutation(n_windows)
+
+    def read(n: int) -> object:
+        rows = windows[order[np.arange(n * batch, (n + 1) * batch) % n_windows]]
+        return torch.from_numpy(rows[:, :-1].astype(np.int64)), torch.from_numpy(rows[:, 1:].astype(np.int64))
+
+    return read
+
+
+def ours(corpus: Corpus, seq: int, batch: int, document_mask: bool) -> Reader:
+    """Order without stored permutation; with `document_mask` also documents and their labels."""
+    batches = Batches(corpus.split(0)[0], seq, seed=1, global_batch=batch, document_mask=document_mask)
+    return lambda n: batches.batch(n * batch)
+
+
+def measure(readers: dict[str, Reader], batches: int, rounds: int) -> dict[str, list[float]]:
+    """Seconds for `batches` batches, by reader and round."""
+    seconds: dict[str, list[float]] = {name: [] for name in readers}
+    rng = np.random.default_rng(2)
+    for r in range(-1, rounds):  # round -1 warms up
+        for name in rng.permutation(list(readers)):
+            start = time.perf_counter()
+            for n in range(batches):
+                readers[name]((r + 1) * batches + n)
+            if r >= 0:
+                seconds[name].append(time.perf_counter() - start)
+    return seconds
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seq", type=int, default=2048)
+    parser.add_argument("--batch", type=int, default=32)
+    parser.add_argument("--tokens", type=int, default=20_000_000)
+    parser.add_argument("--batches", type=int, default=100, help="in a round")
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--json", type=Path, help="write the result here too")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as name:
+        corpus, plain = make_corpus(Path(name), args.tokens), Path(name, "plain.bin")
+        corpus.tokens.tofile(plain)
+        readers = {
+            "memmap by sample": memmap_by_sample(plain, args.seq, args.batch),
+            "memmap by batch": memmap_by_batch(plain, args.seq, args.batch),
+            "hpctrain": ours(corpus, args.seq, args.batch, False),
+            "hpctrain with documents": ours(corpus, args.seq, args.batch, True),
+        }
+        seconds = measure(readers, args.batches, args.rounds)
+    samples = args.batch * args.batches
+    result = {
+        "what": "batches of random windows to int64 tensors, page cache, one process",
+        **{key: getattr(args, key) for key in ("seq", "batch", "tokens", "batches", "rounds")},
+        "samples_per_s": {name: round(samples / statistics.median(s)) for name, s in seconds.items()},
+        "speed_over": {
+            peer: {
+                name: round(statistics.median(p / s for p, s in zip(seconds[peer], seconds[name])), 3)
+                for name in ("hpctrain", "hpctrain with documents")
+            }
+            for peer in ("memmap by sample", "memmap by batch")
+        },
+    }
+    print(json.dumps(result, indent=2))
+    if args.json:
+        args.json.write_text(json.dumps(result, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

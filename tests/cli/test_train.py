@@ -1,0 +1,129 @@
+"""`hpctrain train` and `generate` as a user meets them: one sentence for each mistake, and a run from end to end."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import h5py
+import pytest
+
+from hpctrain.cli import main
+from hpctrain.data.build import build
+from hpctrain.data.sources import list_sources
+
+TINY = [
+    *("model.layers=1", "model.hidden=16", "model.heads=2", "model.max_seq=32", "data.seq=32"),
+    *("train.steps=4", "train.global_batch=4", "train.micro_batch=2", "train.log_every=1", "train.eval_batches=1"),
+    "optimizer.warmup=1",
+]
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("corpus")
+    for i in range(8):
+        (folder / f"{i}.txt").write_bytes(b"to be or not to be, that is the question " * (i + 3))
+    build(folder / "corpus.h5", list_sources([folder]), [folder])
+    return folder / "corpus.h5"
+
+
+def command(*arguments: str) -> subprocess.CompletedProcess:
+    env = {k: v for k, v in os.environ.items() if not k.startswith(("RANK", "WORLD_SIZE"))}
+    return subprocess.run(
+        [sys.executable, "-m", "hpctrain", *arguments], env=env, text=True, capture_output=True, timeout=240
+    )
+
+
+def refused(capsys, *arguments: str) -> str:
+    """The one sentence that a mistake gives, from a command that starts no rank."""
+    with pytest.raises(SystemExit) as end:
+        main(list(arguments))
+    out = capsys.readouterr()
+    assert end.value.code not in (0, None) and out.out == ""
+    assert out.err.startswith("error: ") and out.err.count("\n") == 1
+    return out.err
+
+
+@pytest.mark.parametrize(
+    "override,sentence",
+    [
+        ("paralel.tp=2", "parallel.tp"),
+        ("parallel.tp=two", "parallel.tp='two'"),
+        ("parallel.tp=4", "must divide the 2 ranks"),
+        ("model.heads=3", "model.heads=3"),
+        ("sharding.stage=4", "sharding.stage=4"),
+        ("train.global_batch=5", "train.global_batch=5"),
+        ("parallel.pp=2", "parallel.pp=2"),
+        ("cluster.nodes=2", "cluster.nodes=2"),
+        ("data.corpus=/nowhere/corpus.h5", "/nowhere/corpus.h5"),
+        ("model.vocab=300", "vocabulary of 257"),
+        ("data.seq=4096 model.max_seq=4096", "data.seq=4096"),
+    ],
+)
+def test_a_wrong_setting_is_one_sentence(corpus, capsys, tmp_path, override, sentence):
+    arguments = [f"data.corpus={corpus}", f"folder={tmp_path}", *TINY, *override.split()]
+    assert sentence in refused(capsys, "train", "gpt-tiny", *arguments)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_files_that_are_no_corpus_are_one_sentence(capsys, tmp_path, corpus):
+    foreign, text, cut = tmp_path / "foreign.h5", tmp_path / "text.h5", tmp_path / "cut.h5"
+    with h5py.File(foreign, "w") as file:
+        file["x"] = [1, 2, 3]
+    text.write_text("not HDF5 at all")
+    cut.write_bytes(corpus.read_bytes()[:-100])
+    for path in (foreign, text, cut, tmp_path):
+        assert str(path) in refused(capsys, "train", "gpt-tiny", f"data.corpus={path}", f"folder={tmp_path / 'runs'}")
+
+
+def test_a_recipe_that_is_not_there(capsys):
+    assert "gpt-tiny" in refused(capsys, "train", "gpt-tyni")
+
+
+def test_generate_needs_a_run_folder(capsys, tmp_path):
+    assert "not a run folder" in refused(capsys, "generate", str(tmp_path))
+
+
+def test_a_run_that_cannot_fit_is_refused_by_its_estimate(corpus, tmp_path):
+    size = [
+        "model.layers=100",
+        "model.hidden=65536",
+        "model.heads=64",
+        "model.head_dim=1024",
+        "model.max_seq=32",
+        "data.seq=32",
+    ]
+    out = command("train", "gpt-tiny", *size, f"data.corpus={corpus}", f"folder={tmp_path}", "checkpoint.resume=never")
+    assert out.returncode == 2, out.stderr
+    assert "GiB" in out.stderr and "error: " in out.stderr and "Traceback" not in out.stderr
+
+
+def test_train_resume_generate(corpus, tmp_path):
+    """Two ranks, then the same run again, longer, under another layout, and text from it under both."""
+    arguments = [f"data.corpus={corpus}", f"folder={tmp_path}", *TINY]
+    first = command("train", "gpt-tiny", *arguments)
+    assert first.returncode == 0, first.stderr
+    assert (
+        "step 4/4" in first.stdout and "validation loss" in first.stdout and str(tmp_path / "gpt-tiny") in first.stdout
+    )
+    assert "\x1b" not in first.stdout
+    longer = ["parallel.tp=1", "cluster.gpus_per_node=1", "train.steps=6"]
+    second = command("train", "gpt-tiny", *arguments, *longer)
+    assert second.returncode == 0, second.stderr
+    assert "resume" in second.stdout and "step 6/6" in second.stdout
+    folder = tmp_path / "gpt-tiny"
+    records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert [r["step"] for r in records if r["kind"] == "train"] == [1, 2, 3, 4, 5, 6]
+    assert {p.name for p in Path(folder).iterdir()} >= {"config.yaml", "environment.json", "checkpoints", "loss.png"}
+    texts = [
+        command(
+            "generate", str(folder), "--prompt", "to be", "--tokens", "20", "--temperature", "0", f"parallel.tp={tp}"
+        )
+        for tp in (1, 2)
+    ]
+    assert [t.returncode for t in texts] == [0, 0], texts[1].stderr
+    assert texts[0].stdout == texts[1].stdout and texts[0].stdout.startswith("to be")

@@ -1,0 +1,84 @@
+"""What is installed is pinned, and `make install` says in one sentence what it lacks."""
+
+from __future__ import annotations
+
+import configparser
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+ROOT = Path(__file__).parents[1]
+
+
+def requirements() -> list[Requirement]:
+    setup = configparser.ConfigParser()
+    setup.read(ROOT / "setup.cfg")
+    text = setup["options"]["install_requires"] + setup["options.extras_require"]["dev"]
+    return [Requirement(line) for line in text.splitlines() if line]
+
+
+def pins() -> dict[str, str]:
+    lines = [line for line in (ROOT / "constraints.txt").read_text().splitlines() if not line.startswith("#")]
+    return {canonicalize_name(name): version for name, version in (line.split("==") for line in lines)}
+
+
+@pytest.mark.parametrize("requirement", requirements(), ids=str)
+def test_every_requirement_is_pinned_within_its_range(requirement: Requirement) -> None:
+    assert requirement.specifier.contains(pins()[canonicalize_name(requirement.name)])
+
+
+def test_torch_is_the_one_that_was_tested() -> None:
+    assert pins()["torch"] == "2.13.0"
+    assert pins()["deepspeed"] == "0.19.8"
+
+
+def make(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """A make that does not know it runs inside another one."""
+    env = {name: value for name, value in os.environ.items() if name not in ("MAKEFLAGS", "MFLAGS", "MAKELEVEL")}
+    return subprocess.run(["make", *arguments], cwd=ROOT, env=env, capture_output=True, text=True, timeout=60)
+
+
+def install(venv: Path, python: str) -> subprocess.CompletedProcess[str]:
+    return make("install", f"VENV={venv}", f"PYTHON={python}")
+
+
+def fake_python(folder: Path, body: str) -> str:
+    """A program that answers like an interpreter in the one respect that matters."""
+    path = folder / "python"
+    path.write_text(f"#!/bin/sh\n{body}\n")
+    path.chmod(0o755)
+    return str(path)
+
+
+@pytest.mark.parametrize(
+    ("body", "sentence"),
+    [
+        (None, "is not there; on Debian or Ubuntu: apt-get install python3 python3-venv"),
+        ('if [ "$1" = -V ]; then echo Python 3.9.2; else exit 1; fi', "is Python 3.9.2, and hpctrain needs 3.10"),
+        ('case "$2" in *ensurepip*) exit 1;; esac', "apt-get install python3-venv"),
+    ],
+)
+def test_what_is_missing_is_named(tmp_path: Path, body: str | None, sentence: str) -> None:
+    python = "python-that-is-not-there" if body is None else fake_python(tmp_path, body)
+    done = install(tmp_path / "venv", python)
+    assert done.returncode != 0
+    assert sentence in done.stderr
+    assert not (tmp_path / "venv").exists()
+
+
+def test_installed_once_is_enough(tmp_path: Path) -> None:
+    stamp = tmp_path / "venv" / "installed"
+    stamp.parent.mkdir()
+    stamp.touch()
+    done = install(tmp_path / "venv", "python-that-is-not-there")
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_make_alone_lists_the_targets() -> None:
+    assert {line.split()[1] for line in make().stdout.splitlines()} == {
+        *("help", "install", "train", "test", "bench", "lint", "test-gpu", "clean")
+    }

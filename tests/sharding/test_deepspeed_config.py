@@ -64,6 +64,8 @@ def test_stage_three_in_fp16() -> None:
         "stage3_param_persistence_threshold": 128,
         "stage3_prefetch_bucket_size": 262144,
         "stage3_max_reuse_distance": 0,
+        # a layer of the default model: four matrices 128 x 128, three of 128 x 512, two norms
+        "stage3_max_live_parameters": 2 * (4 * 128 * 128 + 3 * 128 * 512 + 2 * 128),
         "memory_efficient_linear": False,
     }
 

@@ -6,6 +6,7 @@ import math
 import os
 import sys
 import tempfile
+import warnings
 from typing import Any
 
 import pytest
@@ -253,19 +254,18 @@ def test_stages_of_a_pipeline_do_not_wait_for_each_other(ranks: Any, stage: int)
 
 
 def _memory(tp: int) -> Any:
-    """Largest number of gathered elements, all elements, views of weights kept for backward, and parameters that
-    DeepSpeed saw used outside of the module it had fetched."""
+    """Largest share of gathered elements with one and with two forwards in flight, views of weights kept for
+    backward, and parameters that DeepSpeed saw used outside of the module it had fetched."""
     config = zero_config(
         3, tp, model={"layers": 6, "hidden": 24, "heads": 4, "kv_heads": 2, "head_dim": 6, "ffn": 40, "vocab": 53}
     )
     engine, mesh = start(config)
     named = dict(engine.chunks[0].named_parameters())
     total = sum(p.ds_numel for p in named.values())
-    peak, kept = 0, 0
+    peaks, kept = {1: 0, 2: 0}, 0
 
     def sample(*_: Any) -> None:
-        nonlocal peak
-        peak = max(peak, sum(p.data.numel() for p in named.values()))
+        peaks[len(micro_batches)] = max(peaks[len(micro_batches)], sum(p.data.numel() for p in named.values()))
 
     def pack(t: Tensor) -> Tensor:
         nonlocal kept
@@ -273,11 +273,13 @@ def _memory(tp: int) -> Any:
         return t
 
     for module in engine.chunks[0].modules():
+        module.register_forward_pre_hook(sample)
         module.register_forward_hook(sample)
-        module.register_full_backward_hook(sample)
+    for p in named.values():
+        p.register_hook(sample)
     batch = global_batch(config, 0)
     mine = batch.split(4)[mesh.dp.index]
-    for micro_batches in (mine.split(2), mine.split(2), [mine], [mine], [mine], [mine]):
+    for micro_batches in ([mine], [mine], [mine], mine.split(2), mine.split(2)):
         engine.begin_step(batch.valid_tokens, len(micro_batches))
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
             tickets = [engine.forward(0, b) for b in micro_batches]
@@ -285,17 +287,30 @@ def _memory(tp: int) -> Any:
             engine.backward(ticket)
         engine.step(LR[0])
     registered = sum(len(m._external_params) for m in engine.chunks[0].modules())
-    return peak, total, kept, registered
+    return peaks[1] / total, peaks[2] / total, kept, registered
 
 
 @pytest.mark.parametrize("tp", [1, 2])
 def test_stage_three_gathers_a_few_modules_at_a_time(ranks: Any, tp: int) -> None:
-    for peak, total, kept, registered in ranks(2 * tp, _memory, tp):
-        assert 0 < peak < 0.4 * total
+    """Two layers of six; a second forward starts while some of the first's are still waiting for its backward."""
+    for one, two, kept, registered in ranks(2 * tp, _memory, tp):
+        assert 0 < one < 0.4 and 0 < two < 0.6
         assert kept == 0 and registered == 0
 
 
-def _overheard() -> str:
+def _quiet_run() -> None:
+    for stage, precision in ((1, "bf16"), (2, "fp16"), (3, "float32")):
+        config = zero_config(stage, precision=precision)
+        engine, mesh = start(config)
+        for step in range(2):
+            train_step(engine, mesh, config, step)
+        engine.evaluate(0, global_batch(config, 0))
+        engine.load(Checkpoint(config, engine, mesh))
+        engine.close()
+
+
+def _overheard() -> Any:
+    """What a run writes to the descriptors, to Python's streams and to DeepSpeed's logger, and what it warns of."""
     from deepspeed.utils import logger
 
     with tempfile.TemporaryFile("w+") as heard:
@@ -305,21 +320,34 @@ def _overheard() -> str:
         for handler in logger.handlers:
             handler.setStream(heard)
         try:
-            for stage, precision in ((1, "bf16"), (2, "fp16"), (3, "float32")):
-                config = zero_config(stage, precision=precision)
-                engine, mesh = start(config)
-                for step in range(2):
-                    train_step(engine, mesh, config, step)
-                engine.evaluate(0, global_batch(config, 0))
-                engine.load(Checkpoint(config, engine, mesh))
-                engine.close()
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("default")
+                _quiet_run()
         finally:
             heard.flush()
             os.dup2(saved[0], 1), os.dup2(saved[1], 2)
             sys.stdout, sys.stderr = saved[2:]
         heard.seek(0)
-        return heard.read()
+        return heard.read(), [str(warning.message) for warning in caught]
 
 
 def test_nothing_is_printed(ranks: Any) -> None:
-    assert ranks(2, _overheard) == ["", ""]
+    assert ranks(2, _overheard) == [("", [])] * 2
+
+
+def _with_dropout(stage: int, evaluate: bool) -> Any:
+    config = zero_config(stage, model={"dropout": 0.3})
+    engine, mesh = start(config)
+    out = []
+    for step in range(2):
+        if evaluate:
+            batch = global_batch(config, step)
+            first, second = (float(engine.evaluate(0, batch)) / batch.valid_tokens for _ in range(2))
+            assert first == second
+        out.append(train_step(engine, mesh, config, step))
+    return out
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_evaluation_leaves_training_as_it_was(ranks: Any, stage: int) -> None:
+    assert ranks(2, _with_dropout, stage, True) == ranks(2, _with_dropout, stage, False)

@@ -6,6 +6,7 @@ import math
 from typing import Any
 
 from hpctrain.config.schema import RunConfig
+from hpctrain.layout.parameters import parameter_specs
 from hpctrain.sharding.none.scaler import GROWTH_INTERVAL, SMALLEST
 
 
@@ -70,9 +71,20 @@ def zero_section(config: RunConfig) -> dict[str, Any]:
             # Vectors (norms, biases of the hidden width) stay gathered: they cost a message each and no memory.
             "stage3_param_persistence_threshold": config.model.hidden,
             "stage3_prefetch_bucket_size": bucket,
-            # A gathered parameter is let go as soon as its module has run.
+            # A gathered parameter is let go as soon as its module has run, and prefetching, which takes another
+            # bucket at every module it passes, stops short of the whole model.
             "stage3_max_reuse_distance": 0,
+            "stage3_max_live_parameters": 2 * largest_unit(config),
             # DeepSpeed's own would replace torch.nn.functional.linear for the whole process.
             "memory_efficient_linear": False,
         }
     return out
+
+
+def largest_unit(config: RunConfig) -> int:
+    """Elements that a rank computes with at about the same time: those of a layer, or of the vocabulary's matrix."""
+    units: dict[object, int] = {}
+    for spec in parameter_specs(config.model):
+        key = spec.name if spec.layer is None else spec.layer
+        units[key] = units.get(key, 0) + spec.numel
+    return -(-max(units.values()) // config.parallel.tp)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from hpctrain.config.validate import validate
 from hpctrain.data.build import build
 from hpctrain.data.sources import list_sources
 from hpctrain.launch.zygote import RankFailure
+from hpctrain.sharding.deepspeed.engine import DeepSpeedEngine
 from hpctrain.telemetry.metrics import read_records
 from hpctrain.telemetry.sinks import METRICS_FILE, Sinks, open_sinks
 from hpctrain.train.loop import train
@@ -183,6 +185,34 @@ def test_engine_stage_and_layout_may_change_between_lives(ranks, make, tmp_path)
     # float32 sums in another order; AdamW enlarges the rounding of small gradients in its first steps.
     assert np.allclose(list(got.values()), list(want.values()), rtol=2e-5, atol=0)
     assert np.allclose(evaluations(config)[-1], evaluations(undisturbed)[-1], rtol=2e-5, atol=0)
+
+
+def drive_beside_a_slow_rank(config: RunConfig, world: int, seconds: float) -> None:
+    """Rank 1 comes so much later to every forward."""
+    forward = DeepSpeedEngine.forward
+
+    def late(self, chunk, *inputs):
+        time.sleep(seconds * dist.get_rank())
+        return forward(self, chunk, *inputs)
+
+    DeepSpeedEngine.forward = late
+    drive(config, world)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_waiting_inside_deepspeed_is_communication(ranks, make, stage):
+    """Rank 0, whose record it is, waits for rank 1 in DeepSpeed's collectives; every second is counted once."""
+    micro_batches, seconds = 2, 0.05
+    config = make(**engine_settings(stage), checkpoint=dict(every=0, at_end=False))
+    ranks(2, drive_beside_a_slow_rank, config, 2, seconds)
+    records = [r for r in read_records(config.run_folder / METRICS_FILE) if r["kind"] == "train"]
+    assert len(records) == STEPS and {r["engine"] for r in records} == {f"deepspeed-{stage}"}
+    for record in records:
+        parts = sum(record[f"time/{part}"] for part in ("data", "compute", "communication", "optimizer"))
+        assert parts <= record["time/step"]
+        assert record["time/communication"] > 0.8 * micro_batches * seconds
+    whole = sum(r["time/step"] for r in records)
+    assert sum(r["time/step"] - r["time/compute"] - r["time/communication"] for r in records) < 0.5 * whole
 
 
 @pytest.mark.parametrize("stage", [1, 3])

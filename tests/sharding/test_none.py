@@ -133,6 +133,19 @@ def test_a_nan_on_one_rank_skips_the_step_on_all(ranks, precision):
     assert outcomes == [[(False, True, 1.0), (True, False, 1.0), (False, True, 2.0)]] * 4
 
 
+def replica_gone_wrong(config):
+    """One rank's copy of a gradient that another rank counts turns to NaN after the reduction."""
+    mesh, _, engine = start(config, 2)
+    engine.begin_step(1, 1)
+    if mesh.rank == 1:
+        engine.gradients["norm.weight"][3] = float("nan")
+    return engine.step(1e-3).skipped
+
+
+def test_a_nan_in_a_copy_that_is_not_counted_skips_the_step(ranks):
+    assert ranks(2, replica_gone_wrong, make_config(parallel=dict(tp=2))) == [True, True]
+
+
 def falling(config, world, steps):
     from hpctrain.parallel.comm import all_reduce
 

@@ -48,7 +48,7 @@ class PlainEngine(Engine):
             config.train.overlap,
         )
         self.gradients = {name: self.buckets.gradients()[p] for name, p in self.working.items()}
-        self.counted = [self.gradients[name] for name in self.working if records[name].owner == mesh.rank]
+        self.counted = [records[name].owner == mesh.rank for name in self.gradients]
         self.clip = options.clip
         self.optimizer = _adamw(self.masters, {s.name: s.decay for s in parameter_specs(config.model)}, options)
         self.updates, self.valid_tokens = 0, 0
@@ -70,7 +70,8 @@ class PlainEngine(Engine):
 
     def step(self, lr: float) -> StepResult:
         self.buckets.finish()
-        norm = global_norm(sum_of_squares(self.counted), self.mesh.model) / self.scale.value
+        squares = sum_of_squares(list(self.gradients.values()), self.counted, self.mesh.device)
+        norm = global_norm(squares, self.mesh.model) / self.scale.value
         finite = math.isfinite(norm)
         if finite:
             factor = clip_factor(norm, self.clip) / self.scale.value

@@ -19,7 +19,7 @@ from hpctrain.layout.placement import Box, Placement
 from hpctrain.parallel.mesh import Mesh
 from hpctrain.sharding.engine import Engine, StepResult, Ticket
 from hpctrain.sharding.none.buckets import GradientBuckets
-from hpctrain.sharding.none.scaler import LossScale
+from hpctrain.sharding.scaler import LossScale
 from hpctrain.sharding.norm import clip_factor, global_norm, sum_of_squares
 from hpctrain.sharding.state import KINDS, MOMENTS, WEIGHT, Piece, StateReader, balance, region
 

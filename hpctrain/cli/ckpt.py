@@ -55,7 +55,7 @@ def ls(path: Path, as_json: bool) -> None:
             _text(line["files"]),
             _text(line["engine"]),
             _layout(line["layout"]),
-            line["damage"] or "committed",
+            line["damage"] or ("refused, set aside" if line["refused"] else "committed"),
         )
     Console(markup=False, highlight=False).print(table)
 
@@ -67,9 +67,12 @@ def ls(path: Path, as_json: bool) -> None:
 def verify(context: click.Context, path: Path, as_json: bool) -> None:
     """Read every byte and compare it with the checksums; exit with 1 on any damage.
 
+    Checkpoints that a run has refused and set aside are left out, unless PATH is one of them.
+
     Example: hpctrain ckpt verify runs/gpt-tiny
     """
-    verdicts = _judge_all(_there(path, listings(path)))
+    lines = [line for line in listings(path) if not line.refused or line.path == path]
+    verdicts = _judge_all(_there(path, lines))
     if as_json:
         _print_json([_verdict(v) for v in verdicts])
     else:
@@ -143,6 +146,7 @@ def _about(line: Listing) -> dict[str, Any]:
         "engine": extra.get("engine"),
         "layout": extra.get("layout"),
         "damage": line.damage,
+        "refused": line.refused,
     }
 
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
+from hpctrain.checkpoint.verify import Verdict
 from hpctrain.config.schema import RunConfig
 from hpctrain.data.batches import Batches
 from hpctrain.data.corpus import Corpus, Split
@@ -34,6 +35,7 @@ class Session:
         validation: the same of the part kept for it; None where there is none.
         corpus: what both read.
         throughput: turns step times into rates.
+        refused: checkpoints that were stepped over when the run began.
     """
 
     config: RunConfig
@@ -43,6 +45,7 @@ class Session:
     validation: Batches | None
     corpus: Corpus
     throughput: Throughput
+    refused: tuple[Verdict, ...] = ()
 
 
 def open_session(config: RunConfig, device: torch.device, world: int) -> Session:

@@ -49,8 +49,7 @@ def prepare(root: Path, step: int, need: int) -> Path:
         CheckpointError: the filesystem has less room than that.
     """
     _make_folders(root)
-    for stale in sorted(root.glob(f"*{PARTIAL}")):
-        files.remove_tree(stale) if stale.is_dir() else files.remove(stale)
+    _clear(root)
     free = shutil.disk_usage(root).free
     if need + MARGIN > free:
         raise CheckpointError(
@@ -60,6 +59,11 @@ def prepare(root: Path, step: int, need: int) -> Path:
     staging = root / (step_name(step) + PARTIAL)
     files.make_folder(staging)
     return staging
+
+
+def _clear(root: Path) -> None:
+    for stale in sorted(root.glob(f"*{PARTIAL}")):
+        files.remove_tree(stale) if stale.is_dir() else files.remove(stale)
 
 
 def _make_folders(path: Path) -> None:
@@ -98,9 +102,11 @@ def commit(
     files.fsync_folder(staging)
     # A step may be saved again, by a run that stepped back; what is there stays until the new one is.
     folder = _free(root, lambda repeat: step_name(step, repeat))
+    pointer = root / (POINTER + PARTIAL)
+    files.write_file(pointer, f"{folder.name}\n".encode())
     files.rename(staging, folder)
+    files.replace(pointer, root / POINTER)
     files.fsync_folder(root)
-    _point(root, folder.name)
     return folder
 
 
@@ -128,17 +134,9 @@ def _free(root: Path, name: Callable[[int], str]) -> Path:
     return root / name(repeat)
 
 
-def _point(root: Path, name: str) -> None:
-    new = root / (POINTER + PARTIAL)
-    files.write_file(new, f"{name}\n".encode())
-    files.replace(new, root / POINTER)
-    files.fsync_folder(root)
-
-
 def abandon(staging: Path) -> None:
     """Remove what a failed save has written."""
-    if staging.is_dir():
-        files.remove_tree(staging)
+    _clear(staging.parent)
 
 
 def prune(newest: Path, keep: int, refused: Sequence[Verdict] = ()) -> None:

@@ -16,7 +16,7 @@ from hpctrain.data.tokenizer import tokenizer_of
 from hpctrain.errors import CheckpointError
 from hpctrain.launch.bootstrap import process_group
 from hpctrain.launch.identity import ALONE, detect
-from hpctrain.layout.layout import Layout
+from hpctrain.layout.layout import Layout, split
 from hpctrain.layout.parameters import parameter_specs
 from hpctrain.layout.placement import replica_groups
 from hpctrain.model.random import stream_key
@@ -109,8 +109,6 @@ def gather_vocabulary(logits: Tensor, tp: Axis, vocab: int) -> Tensor:
     """All logits [vocab] from each rank's part; parts may differ in length by one."""
     if tp.size == 1:
         return logits
-    longest = -(-vocab // tp.size)
-    padded = torch.nn.functional.pad(logits, (0, longest - len(logits)), value=-torch.inf)
-    short = vocab // tp.size
-    parts = [part[: short + (i < vocab % tp.size)] for i, part in enumerate(all_gather(padded, tp))]
-    return torch.cat(parts)
+    longest = split(vocab, tp.size, 0)[1]
+    padded = torch.nn.functional.pad(logits, (0, longest - len(logits)))
+    return torch.cat([part[: split(vocab, tp.size, i)[1]] for i, part in enumerate(all_gather(padded, tp))])

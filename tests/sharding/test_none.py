@@ -13,8 +13,8 @@ from hpctrain.model.batch import IGNORED, Batch
 from hpctrain.parallel.parallelize import build_model
 from hpctrain.sharding.build import build_engine
 from hpctrain.sharding.none.buckets import GradientBuckets
-from hpctrain.sharding.scaler import GROWTH_INTERVAL, LossScale
 from hpctrain.sharding.norm import clip_factor
+from hpctrain.sharding.scaler import GROWTH_INTERVAL, LossScale
 from tests.training import assemble, compare, global_batch, make_config, make_mesh, reference, run
 
 

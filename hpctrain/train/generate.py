@@ -44,8 +44,8 @@ class Sampling:
     seed: int = 0
 
 
-def generate_main(settings: dict[str, Any], checkpoint: Path, prompt: str, sampling: Sampling) -> str:
-    """As one rank of a job: load the weights, continue the prompt.
+def generate_main(settings: dict[str, Any], run: Path, prompt: str, sampling: Sampling) -> str:
+    """As one rank of a job: load the weights of a run's newest checkpoint, continue the prompt.
 
     Returns:
         the prompt and what follows it, the same on every rank.
@@ -56,12 +56,12 @@ def generate_main(settings: dict[str, Any], checkpoint: Path, prompt: str, sampl
     config = RunConfig.model_validate(settings)
     identity = detect(os.environ) or ALONE
     cluster = config.cluster
-    with process_group(identity, config.run_folder, cluster.device, cluster.timeout_s, cluster.threads) as world:
+    with process_group(identity, run, cluster.device, cluster.timeout_s, cluster.threads) as world:
         layout = Layout.of(config.parallel, identity.world)
         mesh = build_mesh(layout, world.device, replica_groups(config.model, layout), cluster.timeout_s)
-        found = find(checkpoint, mesh.world)
+        found = find(run, mesh.world)
         if found is None:
-            raise CheckpointError(f"{checkpoint} holds no checkpoint: train first, or give another run folder.")
+            raise CheckpointError(f"{run} holds no checkpoint: train first, or give another run folder.")
         found.reader.expect({s.name: s.shape for s in parameter_specs(config.model)})
         corpus = found.extra["corpus"]
         tokenizer = tokenizer_of(corpus["tokenizer"], corpus["tokenizer_sha256"])

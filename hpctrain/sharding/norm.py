@@ -11,17 +11,18 @@ from torch import Tensor
 from hpctrain.parallel.comm import Axis, all_reduce_
 
 
-def sum_of_squares(gradients: Sequence[Tensor], counted: Sequence[bool], device: torch.device) -> Tensor:
-    """Sum of the squares of the gradients that this rank counts, a float64 scalar on `device`.
+def sum_of_squares(gradients: Sequence[Tensor], counted: Tensor) -> Tensor:
+    """Sum of the squares of the gradients that this rank counts, a float64 scalar.
 
     It is NaN if any gradient here is not finite, also one that another rank counts: a replica gone wrong must
     not be stepped on.
+
+    Args:
+        gradients: at least one.
+        counted: [gradients] bool, on their device.
     """
-    if not gradients:
-        return torch.zeros((), dtype=torch.float64, device=device)
     squares = torch.stack([n.double() for n in torch._foreach_norm(list(gradients))]).square()
-    mask = torch.tensor(counted, device=device)
-    return torch.where(squares.isfinite().all(), squares[mask].sum(), torch.nan)
+    return torch.where(squares.isfinite().all(), squares[counted].sum(), torch.nan)
 
 
 def global_norm(squares: Tensor, model: Axis) -> float:

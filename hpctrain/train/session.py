@@ -17,7 +17,7 @@ from hpctrain.parallel.agree import everywhere
 from hpctrain.parallel.comm import gather_objects
 from hpctrain.parallel.mesh import Mesh, build_mesh
 from hpctrain.parallel.parallelize import build_model
-from hpctrain.sharding.build import build_engine
+from hpctrain.sharding.build import build_engine, takes_values
 from hpctrain.sharding.engine import Engine
 from hpctrain.telemetry.flops import Throughput, flops_per_token, peak_flops
 from hpctrain.telemetry.memory import available_memory
@@ -78,7 +78,7 @@ def open_session(config: RunConfig, device: torch.device, world: int, sharing: i
             document_mask=config.data.document_mask,
         )
 
-    model, records = build_model(config, mesh)
+    model, records = build_model(config, mesh, materialize=takes_values(config))
     return Session(
         config=config,
         mesh=mesh,

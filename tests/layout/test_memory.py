@@ -135,5 +135,24 @@ def test_stages_are_not_offered_where_they_cannot_be(fixed: str) -> None:
     assert not any("stage" in proposal for proposal in found)
 
 
+@pytest.mark.parametrize(
+    ("stage", "fragment"), [(1, 128256 * 4096), (2, 128256 * 4096), (3, 128256 * 4096 // 8)], ids=str
+)
+def test_building_counts_where_it_is_more(stage: int, fragment: int) -> None:
+    """Two float32 copies of the largest fragment: of the vocabulary's matrix, or of an eighth of it."""
+    overrides = f"parallel.tp=1 sharding.stage={stage} train.micro_batch=1 data.seq=1"
+    memory = estimate(*of(overrides, 8, "llama-8b"))
+    there = memory.weights + memory.optimizer + (memory.gradients if stage == 3 else 0)
+    assert memory.building == there + 8 * fragment
+    assert memory.total == (memory.training if stage == 1 else memory.building)
+
+
+def test_building_is_named_where_it_is_more() -> None:
+    config, layout = of("parallel.tp=1 sharding.stage=3 train.micro_batch=1 data.seq=1", 8, "llama-8b")
+    need = estimate(config, layout)
+    with pytest.raises(ConfigError, match=rf" GiB, and {need.total / GIB:.3g} GiB while it is built; "):
+        check_memory(config, layout, need.total - 1)
+
+
 def test_description() -> None:
     assert Memory(GIB, GIB // 2, 2 * GIB, 0).describe() == "weights 1, gradients 0.5, optimizer 2, activations 0 GiB"

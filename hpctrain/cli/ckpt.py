@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from hpctrain.checkpoint.catalog import ls as listings
 from hpctrain.checkpoint.read import CheckpointReader
 from hpctrain.checkpoint.verify import Verdict
 from hpctrain.checkpoint.verify import verify as judge
+from hpctrain.cli.tables import whole_lines
 from hpctrain.errors import CheckpointError
 from hpctrain.sharding.state import WEIGHT
 
@@ -57,7 +59,7 @@ def ls(path: Path, as_json: bool) -> None:
             _layout(line["layout"]),
             line["damage"] or ("refused, set aside" if line["refused"] else "committed"),
         )
-    Console(markup=False, highlight=False).print(table)
+    whole_lines(sys.stdout).print(table)
 
 
 @ckpt.command()
@@ -79,7 +81,7 @@ def verify(context: click.Context, path: Path, as_json: bool) -> None:
         table = _table("checkpoint", "size", "state")
         for v in verdicts:
             table.add_row(v.path.name, _size(v.bytes or None), "; ".join(map(str, v.damage)) or "valid")
-        Console(markup=False, highlight=False).print(table)
+        whole_lines(sys.stdout).print(table)
     if not all(v.valid for v in verdicts):
         context.exit(1)
 
@@ -122,7 +124,7 @@ def show(path: Path, as_json: bool) -> None:
     table = _table("tensor", "kind", "shape", "dtype", "pieces")
     for t in tensors:
         table.add_row(*(str(t[column]) for column in ("name", "kind", "shape", "dtype", "pieces")))
-    Console(markup=False, highlight=False).print(facts, table)
+    whole_lines(sys.stdout).print(facts, table)
 
 
 def _there(path: Path, found: list[Any]) -> list[Any]:

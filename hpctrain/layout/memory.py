@@ -44,9 +44,9 @@ class Memory:
     def describe(self) -> str:
         """All parts in GiB."""
         parts = ("weights", "gradients", "optimizer", "activations")
-        text = ", ".join(f"{part} {getattr(self, part) / GIB:.3g}" for part in parts) + " GiB"
+        text = ", ".join(f"{part} {_gib(getattr(self, part))}" for part in parts) + " GiB"
         more = self.building > self.training
-        return text + (f", and {self.building / GIB:.3g} GiB while it is built" if more else "")
+        return text + (f", and {_gib(self.building)} GiB while it is built" if more else "")
 
 
 def estimate(config: RunConfig, layout: Layout) -> Memory:
@@ -113,8 +113,16 @@ def check_memory(config: RunConfig, layout: Layout, available: int) -> None:
     names = [" ".join(f"{k}={v}" for k, v in c.items()) for c in mildest.values() if len(c) == fewest]
     fix = "use " + ", or ".join(names) if names else "use more ranks or a smaller model"
     raise ConfigError(
-        "memory", f"{need.total / GIB:.3g} GiB", f"a rank has {available / GIB:.3g} GiB for {need.describe()}", fix
+        "memory",
+        f"{_gib(need.total)} GiB",
+        f"a rank has {_gib(available)} GiB and needs that for {need.describe()}",
+        fix,
     )
+
+
+def _gib(size: float) -> str:
+    """Bytes as GiB, three digits and never an exponent."""
+    return f"{size / GIB:,.0f}" if size >= 100 * GIB else f"{size / GIB:.3g}"
 
 
 def _alternatives(config: RunConfig, layout: Layout, available: int) -> Iterator[dict[str, int]]:

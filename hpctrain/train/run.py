@@ -72,7 +72,7 @@ def rank_main(settings: dict[str, Any], console: bool) -> Summary:
             sinks.write(event("resume", before, in_words(found, differences(session, found))))
         layout = session.mesh.layout.describe()
         facts = {f"seconds_{phase}": round(seconds, 2) for phase, seconds in world.seconds.items()}
-        sinks.write(event("start", before, f"{layout} on {world.device.type}", **facts))
+        sinks.write(event("start", before, f"{layout} on {world.device.type}, in {folder}", **facts))
         try:
             loss = train(session, progress, sinks)
         finally:
@@ -101,9 +101,9 @@ def _picture(folder: Path, entropy: float) -> None:
 
 def _sinks(config: RunConfig, after_step: int, console: bool) -> Sinks:
     folder = config.run_folder
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.yaml").write_text(dump(config))
-    write_environment(folder)
+    if after_step < config.train.steps:  # else nothing is done that these would describe
+        (folder / "config.yaml").write_text(dump(config))
+        write_environment(folder)
     view = [ConsoleView(config.train.steps, sys.stdout)] if console else []
     return open_sinks(folder, after_step, _warn, *view)
 

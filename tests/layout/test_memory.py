@@ -124,7 +124,7 @@ def test_enough_is_enough() -> None:
     config, layout = of("", 2)
     need = estimate(config, layout).total
     check_memory(config, layout, need)
-    with pytest.raises(ConfigError, match=r"^memory='.* GiB': a rank has .* GiB for weights .*, gradients .*; use "):
+    with pytest.raises(ConfigError, match=r"^memory='.* GiB': a rank has .* and needs that for weights .*; use "):
         check_memory(config, layout, need - 1)
 
 

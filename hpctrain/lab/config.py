@@ -41,6 +41,7 @@ AuthType=auth/munge
 AuthInfo=socket={spec.munge_socket},cred_expire={spec.requeue_delay_s}
 CredType=cred/munge
 MpiDefault=none
+MailProg=/bin/true
 ProctrackType=proctrack/linuxproc
 TaskPlugin=task/none
 SlurmdParameters=config_overrides
@@ -56,6 +57,7 @@ TmpFS={spec.folder}/%n/tmp
 
 def _scheduling(spec: LabSpec) -> str:
     return f"""\
+MessageTimeout={spec.message_timeout_s}
 SlurmdTimeout={spec.slurmd_timeout_s}
 KillWait={spec.kill_wait_s}
 InactiveLimit=0

@@ -66,16 +66,16 @@ class Daemon:
 
 def of_head(spec: LabSpec) -> Iterator[Daemon]:
     """In the order in which they need each other."""
-    yield Daemon(HEAD, _munged(spec), lambda: _listens(str(spec.munge_socket)))
+    yield Daemon(HEAD, _munged(spec), lambda: _answers(spec.munge_socket))
     if spec.accounting:
-        yield Daemon(HEAD, _mariadbd(spec), lambda: _listens(str(spec.database_socket)))
-        yield Daemon(HEAD, ("slurmdbd",), lambda: _listens((spec.address(HEAD), spec.accounting_port)))
-    yield Daemon(HEAD, ("slurmctld",), lambda: _listens((spec.address(HEAD), spec.controller_port)))
+        yield Daemon(HEAD, _mariadbd(spec), lambda: _answers(spec.database_socket))
+        yield Daemon(HEAD, ("slurmdbd",), lambda: machines.listens(spec, HEAD, spec.accounting_port))
+    yield Daemon(HEAD, ("slurmctld",), lambda: machines.listens(spec, HEAD, spec.controller_port))
 
 
 def of_node(spec: LabSpec, name: str) -> Daemon:
     """A slurmd that misses the controller backs off for minutes, so the controller comes first."""
-    return Daemon(name, ("slurmd", "-N", name), lambda: _listens((spec.address(name), spec.node_port(name))))
+    return Daemon(name, ("slurmd", "-N", name), lambda: machines.listens(spec, name, spec.node_port(name)))
 
 
 def make_database(spec: LabSpec) -> None:
@@ -133,8 +133,7 @@ def _mariadbd(spec: LabSpec) -> tuple[str, ...]:
     )
 
 
-def _listens(address: str | tuple[str, int]) -> bool:
-    family = socket.AF_UNIX if isinstance(address, str) else socket.AF_INET
-    with socket.socket(family) as probe:
+def _answers(path: Path) -> bool:
+    with socket.socket(socket.AF_UNIX) as probe:
         probe.settimeout(1.0)
-        return probe.connect_ex(address) == 0
+        return probe.connect_ex(str(path)) == 0

@@ -12,7 +12,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 
 from hpctrain.errors import LabError
-from hpctrain.lab import config, daemons, folder, machines, nodes, requirements
+from hpctrain.lab import daemons, folder, machines, nodes, requirements
 from hpctrain.lab.client import Cluster
 from hpctrain.lab.spec import HEAD, LabSpec
 
@@ -129,8 +129,6 @@ def _make(spec: LabSpec) -> Cluster:
             daemons.make_database(spec)
         for daemon in daemons.of_head(spec):
             daemon.start(spec)
-            if daemon.program == "slurmdbd":
-                made.run(["sacctmgr", "--immediate", "add", "cluster", config.CLUSTER])
         nodes.revive(spec, spec.node_names)
     except BaseException:
         machines.stop(spec, spec.machines)

@@ -19,6 +19,7 @@ from hpctrain.lab.processes import Process
 from hpctrain.lab.spec import HEAD, LabSpec
 
 START_TIMEOUT_S = 20.0
+TCP_LISTEN = "0A"
 NULL_DEVICE = os.makedev(1, 3)
 
 # The pid is written by the process that it belongs to, before it becomes anything that has to be ended.
@@ -95,6 +96,15 @@ def programs(spec: LabSpec, name: str) -> dict[str, list[Process]]:
     """What runs on a machine, by the names of the programs; empty if it is not up."""
     first = init(spec, name)
     return processes.sharing_pids_with(first) if first else {}
+
+
+def listens(spec: LabSpec, name: str, port: int) -> bool:
+    """Whether a program on the machine takes connections on a TCP port. Asks the kernel: Slurm logs each probe."""
+    first = init(spec, name)
+    if not first:
+        return False
+    lines = [line.split() for line in Path(f"/proc/{first.pid}/net/tcp").read_text().splitlines()[1:]]
+    return any(local.endswith(f":{port:04X}") and state == TCP_LISTEN for _, local, _, state, *_ in lines)
 
 
 def environment(spec: LabSpec) -> dict[str, str]:

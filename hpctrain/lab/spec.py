@@ -33,7 +33,9 @@ class LabSpec:
         grace_s: seconds between the warning of a preempted job and its end.
         kill_wait_s: seconds between SIGTERM and SIGKILL of a job that has to end.
         requeue_delay_s: seconds a requeued job waits. Slurm ties it to how long a job's credential is valid.
-        slurmd_timeout_s: silence after which a node is suspected; it is down one or two such times later.
+        message_timeout_s: seconds for which a daemon tries to reach another one.
+        slurmd_timeout_s: silence after which a node is down. It is noticed by pings, so `message_timeout_s` and up
+            to as long again come on top.
         cgroup: version of the control groups that the machine has, 1 or 2.
         first_port: first of the `ports` consecutive TCP ports of the lab; 0 while they are not chosen.
         first_job: id of the first job. Other than 1, so that a folder named by job id is not found used.
@@ -51,6 +53,7 @@ class LabSpec:
     grace_s: int = 5
     kill_wait_s: int = 2
     requeue_delay_s: int = 5
+    message_timeout_s: int = 10
     slurmd_timeout_s: int = 10
     cgroup: int = 1
     first_port: int = 0

@@ -143,7 +143,7 @@ def _chosen(spec: LabSpec) -> LabSpec:
         spec,
         memory_mb=requirements.memory_mb() // spec.nodes,
         cgroup=requirements.cgroup_version(),
-        first_port=_free_ports(len(spec.ports)),
+        first_port=free_ports(len(spec.ports)),
         first_job=max(1, int(time.time() - epoch) // 60),
     )
 
@@ -155,7 +155,7 @@ def _agree(present: LabSpec, wanted: LabSpec) -> None:
         raise LabError(f"a lab runs in {present.folder} with {said}; end it with hpctrain lab down, or use --folder.")
 
 
-def _free_ports(count: int) -> int:
+def free_ports(count: int) -> int:
     """The first of `count` consecutive TCP ports that nobody uses."""
     for _ in range(200):
         first = random.SystemRandom().randrange(FIRST_PORT, LAST_PORT - count)

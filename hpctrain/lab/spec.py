@@ -15,7 +15,7 @@ HEAD = "head"
 
 MAX_NODES, MAX_GPUS = 64, 16
 
-MAX_FOLDER = 56
+MAX_FOLDER = 52
 """Characters. A path of a Unix socket has at most 107, and slurmd makes them some folders further down."""
 
 

@@ -53,8 +53,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     config.hook.pytest_deselected(items=left_out)
 
 
-def pytest_report_header() -> list[str]:
-    return [f"tests marked slurm are left out: {NO_LAB}"] if NO_LAB and not os.environ.get("CI") else []
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    if NO_LAB and not os.environ.get("CI"):
+        terminalreporter.write_line(f"Tests marked slurm were left out: {NO_LAB}")
 
 
 @pytest.fixture

@@ -109,20 +109,22 @@ def _nodes(spec: LabSpec) -> tuple[str, str]:
 def gres_conf(spec: LabSpec) -> str:
     """Character devices: with plain files jobs are given GPUs, but CUDA_VISIBLE_DEVICES stays empty."""
     return "".join(
-        f"NodeName={n} Name=gpu File={spec.home(n)}/gpu[0-{spec.gpus - 1}]\n"
-        if spec.gpus > 1
-        else f"NodeName={n} Name=gpu File={spec.home(n)}/gpu0\n"
-        for n in spec.node_names
+        f"NodeName={n} Name=gpu File={spec.home(n)}/{_numbered('gpu', range(spec.gpus))}\n" for n in spec.node_names
     )
 
 
 def topology_conf(spec: LabSpec) -> str:
     """Two leaf switches under a spine, the first with the larger half of the nodes."""
     half = (spec.nodes + 1) // 2
-    leaves = [names for names in (spec.node_names[:half], spec.node_names[half:]) if names]
-    lines = [f"SwitchName=leaf{i} Nodes={','.join(names)}" for i, names in enumerate(leaves)]
-    spine = f"SwitchName=spine Switches={','.join(f'leaf{i}' for i in range(len(leaves)))}"
+    leaves = [names for names in (range(half), range(half, spec.nodes)) if names]
+    lines = [f"SwitchName=leaf{i} Nodes={_numbered('n', names)}" for i, names in enumerate(leaves)]
+    spine = f"SwitchName=spine Switches={_numbered('leaf', range(len(leaves)))}"
     return "\n".join((*lines, spine)) + "\n"
+
+
+def _numbered(stem: str, numbers: range) -> str:
+    """A run of names as Slurm writes it: `n[0-3]`, or `n0` where there is one."""
+    return f"{stem}[{numbers[0]}-{numbers[-1]}]" if len(numbers) > 1 else f"{stem}{numbers[0]}"
 
 
 def cgroup_conf(spec: LabSpec) -> str:

@@ -8,7 +8,6 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from datetime import datetime, timezone
 from pathlib import Path
 
 from hpctrain.errors import LabError
@@ -20,6 +19,9 @@ DEFAULT_FOLDER = Path("/var/tmp/hpctrain-lab")
 
 FIRST_PORT, LAST_PORT = 20000, 32000
 """Below the range that the kernel gives to clients."""
+
+JOB_IDS = 50_000_000
+"""How many of Slurm's 67 million job ids the first job of a lab is chosen from, by the clock."""
 
 SAME = ("nodes", "gpus", "cpus", "accounting")
 """What a running lab must agree in with one that is asked for."""
@@ -138,13 +140,12 @@ def _make(spec: LabSpec) -> Cluster:
 
 def _chosen(spec: LabSpec) -> LabSpec:
     """The spec with what depends on the machine and the moment."""
-    epoch = datetime(2026, 1, 1, tzinfo=timezone.utc).timestamp()
     return replace(
         spec,
         memory_mb=requirements.memory_mb() // spec.nodes,
         cgroup=requirements.cgroup_version(),
         first_port=free_ports(len(spec.ports)),
-        first_job=max(1, int(time.time() - epoch) // 60),
+        first_job=1 + int(time.time()) % JOB_IDS,
     )
 
 

@@ -30,7 +30,7 @@ class LabSpec:
         cpus: CPUs that a node says it has. There is no binding, so they may be more than the machine's.
         memory_mb: MiB that a node says it has.
         accounting: whether slurmdbd and a MariaDB of its own run, so that `sacct` answers.
-        grace_s: seconds between the warning of a preempted job and its end.
+        grace_s: seconds that a preempted job has after its warning. Slurm looks every 30 s who has used them up.
         kill_wait_s: seconds between SIGTERM and SIGKILL of a job that has to end.
         requeue_delay_s: seconds a requeued job waits. Slurm ties it to how long a job's credential is valid.
         message_timeout_s: seconds for which a daemon tries to reach another one.
@@ -38,7 +38,7 @@ class LabSpec:
             to as long again come on top.
         cgroup: version of the control groups that the machine has, 1 or 2.
         first_port: first of the `ports` consecutive TCP ports of the lab; 0 while they are not chosen.
-        first_job: id of the first job. Other than 1, so that a folder named by job id is not found used.
+        first_job: id of the first job. Another in each lab, so that a folder named by job id is not found used.
 
     Raises:
         LabError: a size out of range, or a folder that cannot stand in Slurm's files.

@@ -37,12 +37,14 @@ def test_nothing_outside_of_the_folder_is_named() -> None:
                     assert word.startswith(str(spec.folder)) or word in system, f"{name}: {word}"
 
 
-def test_all_nodes_hang_on_exactly_one_leaf() -> None:
-    for nodes in range(1, 10):
-        lines = config.topology_conf(replace(SMALL, nodes=nodes)).splitlines()
-        leaves = [line.partition("Nodes=")[2].split(",") for line in lines if "Nodes=" in line]
-        assert sorted(name for leaf in leaves for name in leaf) == sorted(f"n{i}" for i in range(nodes))
-        assert [len(leaf) for leaf in leaves] == [n for n in ((nodes + 1) // 2, nodes // 2) if n]
+@pytest.mark.parametrize(
+    ("nodes", "leaves"),
+    [(1, ["n0"]), (2, ["n0", "n1"]), (3, ["n[0-1]", "n2"]), (4, ["n[0-1]", "n[2-3]"]), (9, ["n[0-4]", "n[5-8]"])],
+)
+def test_leaves(nodes: int, leaves: list[str]) -> None:
+    lines = config.topology_conf(replace(SMALL, nodes=nodes)).splitlines()
+    assert [line.partition("Nodes=")[2] for line in lines[:-1]] == leaves
+    assert lines[-1] == f"SwitchName=spine Switches={'leaf[0-1]' if nodes > 1 else 'leaf0'}"
 
 
 if __name__ == "__main__":

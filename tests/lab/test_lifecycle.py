@@ -73,7 +73,7 @@ def test_second_lab_with_accounting_beside_the_first(slurm: Cluster, spec: LabSp
             return dict(row.split("|") for row in rows)
 
         wait_until(lambda: accounted() == {job: "COMPLETED", failing: "FAILED"})
-        assert slurm.run(["squeue", "--noheader", "--states=all", f"--jobs={job}"], check=False).stdout == ""
+        assert set(slurm.node_states().values()) == {"idle"}
         assert second.run(["sinfo", "-h", "-o", "%D"]).stdout.split()[0] == "2"
         assert len(slurm.node_states()) == 4
         assert set(slurm.spec.ports).isdisjoint(second.spec.ports)
@@ -117,7 +117,6 @@ def test_killed_node_is_noticed_and_its_job_requeued(spec: LabSpec) -> None:
         kill_node(cluster.spec, victim)
         wait_until(lambda: state(cluster, job) == "PENDING", timeout_s=30)
         assert cluster.node_states()[victim] == "down*"
-        wait_until(lambda: state(cluster, job) == "RUNNING", timeout_s=30)
         assert "Restarts=1" in cluster.run(["scontrol", "show", "job", job]).stdout
         lab.start_node(cluster.spec, victim)
         assert cluster.node_states()[victim] == "idle"
@@ -152,7 +151,7 @@ def test_machines_end_when_their_folder_is_gone(spec: LabSpec) -> None:
 def test_failing_daemon_is_quoted(spec: LabSpec, monkeypatch: pytest.MonkeyPatch) -> None:
     good = config.slurm_conf
     monkeypatch.setattr(config, "slurm_conf", lambda spec: good(spec) + "SelectType=select/nonsense\n")
-    with pytest.raises(LabError, match=r"slurmctld on head ended at once: it said '.*nonsense.*' \(see .*log\)\."):
+    with pytest.raises(LabError, match=r"slurmctld on head ended at once: it said .*fatal.*nonsense.*\(see .*log\)\."):
         lab.up(spec)
     made = folder.load(spec.folder)
     assert made and [trace for trace in traces(made) if trace != str(made.folder)] == []
@@ -171,7 +170,7 @@ def test_ports_in_use_are_avoided(monkeypatch: pytest.MonkeyPatch) -> None:
         taken.bind(("", 0))
         port = taken.getsockname()[1]
         monkeypatch.setattr(lifecycle, "FIRST_PORT", port)
-        monkeypatch.setattr(lifecycle, "LAST_PORT", port + 2)
+        monkeypatch.setattr(lifecycle, "LAST_PORT", port + 3)
         with pytest.raises(LabError, match="there are no 2 free TCP ports in a row"):
             lifecycle.free_ports(2)
 

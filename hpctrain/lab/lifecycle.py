@@ -143,7 +143,6 @@ def _chosen(spec: LabSpec) -> LabSpec:
     return replace(
         spec,
         memory_mb=requirements.memory_mb() // spec.nodes,
-        cgroup=requirements.cgroup_version(),
         first_port=free_ports(len(spec.ports)),
         first_job=1 + int(time.time()) % JOB_IDS,
     )

@@ -53,7 +53,7 @@ def training(steps: int, seq: int, micro_batch: int, folder: Path) -> dict[str, 
         "cluster.gpus_per_node": 1, "cluster.device": "cuda", "sharding.stage": 0, "parallel.tp": 1,
         "train.precision": "bf16", "train.steps": steps, "train.micro_batch": micro_batch,
         "train.global_batch": 4 * micro_batch, "train.log_every": 5, "train.eval_every": 0, "train.eval_batches": 2,
-        "optimizer.warmup": 5, "checkpoint.every": 0, "checkpoint.at_end": "false",
+        "optimizer.warmup_steps": 5, "checkpoint.every": 0, "checkpoint.at_end": "false",
     }  # fmt: skip
     command = [sys.executable, "-m", "hpctrain", "train", "llama-1b", *(f"{k}={v}" for k, v in overrides.items())]
     code, out = run(command, TRAIN_LIMIT_S)

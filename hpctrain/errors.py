@@ -6,7 +6,30 @@ it. The command line prints that sentence and exits with `exit_code`; it never s
 
 from __future__ import annotations
 
+import errno
+import os
 from typing import Any
+
+MENDS = {
+    errno.ENOSPC: "free some space there, or write elsewhere",
+    errno.EDQUOT: "free some of your quota there, or write elsewhere",
+    errno.EACCES: "give yourself access, or use another path",
+    errno.EPERM: "give yourself access, or use another path",
+    errno.EROFS: "use a path on a file system that can be written",
+    errno.EIO: "the disk or its server fails; use another, or ask who runs it",
+    errno.ESTALE: "the file server has lost the file; try again",
+    errno.EMFILE: "raise the limit on open files (ulimit -n)",
+    errno.ENFILE: "the machine has too many open files; close some",
+}
+"""Failures of the machine rather than of the program, and how to mend them."""
+
+
+def os_sentence(error: OSError) -> str | None:
+    """What a failure of the machine is called and how to mend it; None for one that is not of that kind."""
+    if error.errno not in MENDS:
+        return None
+    where = f"{os.fsdecode(error.filename)}: " if error.filename else ""
+    return f"{where}{os.strerror(error.errno)}; {MENDS[error.errno]}."
 
 
 class HpctrainError(Exception):
@@ -29,7 +52,8 @@ class ConfigError(HpctrainError):
 
     def __init__(self, path: str, value: Any, allowed: str, fix: str = "") -> None:
         self.path, self.value, self.allowed, self.fix = path, value, allowed, fix
-        super().__init__(f"{path}={value!r}: {allowed}" + (f"; {fix}" if fix else "") + ".")
+        shown = str(value).lower() if isinstance(value, bool) else repr(value)
+        super().__init__(f"{path}={shown}: {allowed}" + (f"; {fix}" if fix else "") + ".")
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self.path, self.value, self.allowed, self.fix)

@@ -1,4 +1,4 @@
-"""Boxes of logical tensors: where they meet, and whether they cover a tensor exactly once. No files."""
+"""Whether boxes cover a logical tensor exactly once, and how that is said. No files."""
 
 from __future__ import annotations
 
@@ -9,29 +9,13 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from hpctrain.checkpoint.manifest import Entry
+from hpctrain.layout.boxes import Region, meet, within
 from hpctrain.layout.placement import Index
-
-Region = tuple[Index, Index]
-"""Start and shape."""
 
 
 def text(start: Index, shape: Index) -> str:
     """A region as it is written in Python: `[0:4, 2:8]`."""
     return "[" + ", ".join(f"{a}:{a + n}" for a, n in zip(start, shape)) + "]"
-
-
-def meet(a: Region, b: Region) -> Region | None:
-    """What two regions share; None where that is nothing."""
-    start = tuple(max(x, y) for x, y in zip(a[0], b[0]))
-    stop = tuple(min(x + m, y + n) for x, m, y, n in zip(a[0], a[1], b[0], b[1]))
-    if any(e <= s for s, e in zip(start, stop)):
-        return None
-    return start, tuple(e - s for s, e in zip(start, stop))
-
-
-def within(region: Region, origin: Index) -> tuple[slice, ...]:
-    """Slices of a region in an array that begins at `origin`."""
-    return tuple(slice(s - o, s - o + n) for s, n, o in zip(region[0], region[1], origin))
 
 
 def first_overlap(regions: Sequence[Region]) -> tuple[Region, Region] | None:

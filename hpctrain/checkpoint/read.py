@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from hpctrain.checkpoint.boxes import by_tensor, first_overlap, meet, missing, text, within
+from hpctrain.checkpoint.boxes import by_tensor, first_overlap, missing, text
 from hpctrain.checkpoint.manifest import Entry, Manifest, load_index, load_manifest
 from hpctrain.checkpoint.tensorfile import TensorFile
 from hpctrain.errors import CheckpointError
+from hpctrain.layout.boxes import meet, within
 from hpctrain.layout.placement import Index
 
 if TYPE_CHECKING:

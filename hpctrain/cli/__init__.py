@@ -2,31 +2,16 @@
 
 from __future__ import annotations
 
-import errno
 import importlib
-import os
 from typing import Any, NamedTuple, NoReturn
 
 import click
 
 from hpctrain import __version__
-from hpctrain.errors import HpctrainError
+from hpctrain.errors import HpctrainError, os_sentence
 
 INTERRUPTED = 130
 """Exit status after Ctrl-C, as shells report it."""
-
-ENVIRONMENT = {
-    errno.ENOSPC: "free some space there, or write elsewhere",
-    errno.EDQUOT: "free some of your quota there, or write elsewhere",
-    errno.EACCES: "give yourself access, or use another path",
-    errno.EPERM: "give yourself access, or use another path",
-    errno.EROFS: "use a path on a file system that can be written",
-    errno.EIO: "the disk or its server fails; use another, or ask who runs it",
-    errno.ESTALE: "the file server has lost the file; try again",
-    errno.EMFILE: "raise the limit on open files (ulimit -n)",
-    errno.ENFILE: "the machine has too many open files; close some",
-}
-"""Failures of the machine rather than of the program, and how to mend them."""
 
 
 class Lazy(NamedTuple):
@@ -73,10 +58,10 @@ class LazyGroup(click.Group):
         except KeyboardInterrupt:
             _stop(ctx, "interrupted.", INTERRUPTED)
         except OSError as error:
-            if error.errno not in ENVIRONMENT:
+            sentence = os_sentence(error)
+            if sentence is None:
                 raise
-            where = f"{os.fsdecode(error.filename)}: " if error.filename else ""
-            _stop(ctx, f"{where}{os.strerror(error.errno)}; {ENVIRONMENT[error.errno]}.", 1)
+            _stop(ctx, sentence, 1)
 
 
 def _stop(ctx: click.Context, sentence: str, code: int) -> NoReturn:

@@ -27,11 +27,15 @@ def generate(
 
     if not (run / "config.yaml").exists():
         raise CheckpointError(f"{run} is not a run folder (no config.yaml): give the folder that training named.")
+    from hpctrain.config.schema import RunConfig
+    from hpctrain.config.validate import validate
     from hpctrain.launch.local import run_local
     from hpctrain.train.generate import Sampling, generate_main
 
     config = load(run / "config.yaml", overrides)
     settings = config.model_dump(mode="json")
     settings["sharding"] |= {"engine": "none", "stage": 0}
+    settings["cluster"] |= {"nodes": 1, "gpus_per_node": config.parallel.tp}
+    validate(RunConfig.model_validate(settings), config.parallel.tp)
     how = Sampling(tokens, temperature, top_k, seed)
     print(run_local(generate_main, (settings, run, prompt, how), config.parallel.tp, run)[0])

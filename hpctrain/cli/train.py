@@ -28,18 +28,19 @@ def train(recipe: str, overrides: tuple[str, ...]) -> None:
     from hpctrain.launch.identity import detect
 
     config = load(recipe, overrides)
-    if detect(os.environ) is not None:
-        _as_rank(config.model_dump(mode="json"))
+    identity = detect(os.environ)
+    if identity is not None:
+        _as_rank(config.model_dump(mode="json"), identity.rank)
     else:
         _on_this_machine(config)
 
 
-def _as_rank(settings: dict[str, object]) -> None:
+def _as_rank(settings: dict[str, object], rank: int) -> None:
     from hpctrain.launch.rank import run_rank
     from hpctrain.train.run import rank_main
 
     summary = run_rank(rank_main, (settings, True))
-    if os.environ.get("RANK", "0") == "0":
+    if rank == 0:
         _show(summary)
 
 
@@ -58,7 +59,7 @@ def _on_this_machine(config: RunConfig) -> None:
         )  # fmt: skip
     world = config.cluster.gpus_per_node
     preflight(config, world)
-    print(f"run folder {config.run_folder}, {world} ranks on this machine", flush=True)
+    print(f"run folder {config.run_folder}", flush=True)
     view, done, began = ConsoleView(config.train.steps, sys.stdout), threading.Event(), time.time()
 
     def show() -> None:

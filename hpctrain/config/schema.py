@@ -122,10 +122,9 @@ class ShardingConfig(Section):
 class ClusterConfig(Section):
     """What the job runs on."""
 
-    nodes: Count = Field(1, description="Machines of the job.")
-    gpus_per_node: Count = Field(1, description="Ranks on a node; on a machine without GPUs they run on the CPU.")
+    nodes: Count = Field(1, description="Machines of the job; a launcher that started the ranks knows better.")
+    gpus_per_node: Count = Field(1, description="Ranks on a node, without GPUs on its CPUs; a launcher knows better.")
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto takes a GPU where there is one.")
-    profile: str = Field("generic", description="Name of the site profile.")
     timeout_s: Positive = Field(600.0, description="Longest wait of any collective, seconds.")
     threads: Natural = Field(0, description="CPU threads a rank; 0 is its CPUs over the ranks on the node.")
 
@@ -152,17 +151,17 @@ class OptimizerConfig(Section):
     schedule: Literal["cosine", "wsd", "constant"] = Field(
         "cosine", description="After warm-up; wsd is warm-up, stable, decay."
     )
-    warmup: Natural = Field(0, description="Steps of linear warm-up.")
-    decay: Natural = Field(0, description="wsd: steps of the final decay; 0 is a tenth of the steps.")
+    warmup_steps: Natural = Field(0, description="Steps of linear warm-up.")
+    decay_steps: Natural = Field(0, description="wsd: steps of the final decay; 0 is a tenth of the steps.")
     min_ratio: Annotated[float, Field(ge=0.0, le=1.0)] = Field(0.1, description="Final learning rate over lr.")
     batch_rule: Literal["none", "linear", "sqrt"] = Field(
         "none", description="How lr follows train.global_batch when it differs from base_global_batch."
     )
     base_global_batch: Natural = Field(0, description="Global batch that lr was chosen for, for batch_rule.")
 
-    def decay_steps(self, steps: int) -> int:
+    def final_decay(self, steps: int) -> int:
         """Steps of wsd's final decay in a run of `steps`."""
-        return self.decay or max(1, steps // 10)
+        return self.decay_steps or max(1, steps // 10)
 
 
 class TrainConfig(Section):
@@ -194,7 +193,9 @@ class CheckpointConfig(Section):
     resume: Literal["auto", "never", "must"] = Field(
         "auto", description="auto continues from the newest valid checkpoint of the run folder if there is one."
     )
-    load: Path | None = Field(None, description="A checkpoint of another run to start from, if this run has none.")
+    continue_from: Path | None = Field(
+        None, description="A checkpoint of another run to go on from, its step included, if this run has none."
+    )
 
 
 class RunConfig(Section):

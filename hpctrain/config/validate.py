@@ -82,17 +82,20 @@ def _sharding_rules(config: RunConfig) -> None:
 
 def _learning_rate(config: RunConfig) -> None:
     options, steps = config.optimizer, config.train.steps
-    if options.warmup >= steps:
+    if options.warmup_steps >= steps:
         _refuse(
-            "optimizer.warmup", options.warmup, f"must be less than train.steps={steps}", f"use at most {steps - 1}"
+            "optimizer.warmup_steps",
+            options.warmup_steps,
+            f"must be less than train.steps={steps}",
+            f"use at most {steps - 1}",
         )
     if options.schedule == "wsd":
-        decay = options.decay_steps(steps)
-        if options.warmup + decay > steps:
-            reason = f"warm-up of {options.warmup} and decay of {decay} must fit in train.steps={steps}"
-            _refuse("optimizer.decay", options.decay, reason, f"use at most {steps - options.warmup}")
-    elif options.decay:
-        _refuse("optimizer.decay", options.decay, "only optimizer.schedule=wsd has a final decay", "use 0")
+        decay = options.final_decay(steps)
+        if options.warmup_steps + decay > steps:
+            reason = f"warm-up of {options.warmup_steps} and decay of {decay} must fit in train.steps={steps}"
+            _refuse("optimizer.decay_steps", options.decay_steps, reason, f"use at most {steps - options.warmup_steps}")
+    elif options.decay_steps:
+        _refuse("optimizer.decay_steps", options.decay_steps, "only optimizer.schedule=wsd has a final decay", "use 0")
     if options.batch_rule != "none" and not options.base_global_batch:
         _refuse("optimizer.batch_rule", options.batch_rule, "needs optimizer.base_global_batch", "or use none")
     if options.batch_rule == "none" and options.base_global_batch:
@@ -114,9 +117,9 @@ def _checkpoints(config: RunConfig) -> None:
     if checkpoint.every > steps and not checkpoint.at_end:
         reason = f"saves nothing in train.steps={steps}"
         _refuse("checkpoint.every", checkpoint.every, reason, "use a smaller one, or checkpoint.at_end=true")
-    if checkpoint.resume == "must" and checkpoint.load:
+    if checkpoint.resume == "must" and checkpoint.continue_from:
         reason = "has no effect with checkpoint.resume=must, which continues this run or stops"
-        _refuse("checkpoint.load", str(checkpoint.load), reason, "use checkpoint.resume=auto")
+        _refuse("checkpoint.continue_from", str(checkpoint.continue_from), reason, "use checkpoint.resume=auto")
 
 
 def _tensor_parallel(config: RunConfig, layout: Layout) -> None:

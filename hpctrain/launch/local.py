@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import select
 import signal
 import subprocess
 import sys
@@ -27,7 +26,6 @@ from hpctrain.launch.process import how_it_ended
 from hpctrain.launch.rank import Outcome, local_rank, outcome_file
 from hpctrain.launch.supervisor import GRACE_S
 
-POLL_S = 0.2
 TAIL_LINES, TAIL_BYTES = 20, 8192
 
 
@@ -36,7 +34,6 @@ def run_local(
     args: Sequence[Any],
     world: int,
     folder: Path,
-    on_poll: Callable[[], None] | None = None,
     threads: int = 0,
 ) -> list[Any]:
     """Call `function(*args)` on `world` ranks of this machine and wait for them.
@@ -49,7 +46,6 @@ def run_local(
         args: picklable.
         world: number of ranks.
         folder: run folder; what rank R prints goes to `logs/*/rank-R.log` in it.
-        on_poll: called several times a second while the ranks run, and once after.
         threads: `cluster.threads`.
 
     Returns:
@@ -74,14 +70,12 @@ def run_local(
             executor.submit(local_rank, function, tuple(args), str(logs))
             for rank in range(world):
                 (logs / f"rank-{rank}.log").symlink_to(f"{executor.process.pid}_{rank}_log.out")
-            for end in _follow(executor.process, on_poll):
+            for end in _follow(executor.process):
                 ends.append(end)
         finally:
             _stop(executor.started)
             for pickled in logs.glob("*.pkl*"):
                 pickled.unlink()
-    if on_poll is not None:
-        on_poll()
     return _results(ends, world, logs, executor.process)
 
 
@@ -133,22 +127,10 @@ class _Executor(LocalExecutor):
         return LocalJob(self.folder, str(self.started.pid), range(self.world), self.started)
 
 
-def _follow(supervisor: subprocess.Popen[bytes], on_poll: Callable[[], None] | None) -> Iterator[_End]:
+def _follow(supervisor: subprocess.Popen[bytes]) -> Iterator[_End]:
     """The ends of ranks as they come, until the supervisor is done."""
     assert supervisor.stdout is not None
-    pipe, pending = supervisor.stdout.fileno(), b""
-    due = time.monotonic()
-    while True:
-        if on_poll is not None and time.monotonic() >= due:
-            on_poll()
-            due = time.monotonic() + POLL_S
-        if not select.select([pipe], [], [], POLL_S)[0]:
-            continue
-        data = os.read(pipe, 65536)
-        if not data:
-            return
-        *lines, pending = (pending + data).split(b"\n")
-        yield from (_End(**json.loads(line)) for line in lines)
+    return (_End(**json.loads(line)) for line in supervisor.stdout)
 
 
 def _stop(supervisor: subprocess.Popen[bytes] | None) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 
 import cloudpickle
 
-from hpctrain.errors import HpctrainError
+from hpctrain.errors import HpctrainError, os_sentence
 from hpctrain.launch.bootstrap import PeerLost
 from hpctrain.launch.process import die_with_parent, exit_now
 
@@ -79,6 +79,8 @@ def run_rank(
         elif isinstance(error, HpctrainError):
             status = error.exit_code
             print(f"error: {error}", file=sys.stderr)
+        elif isinstance(error, OSError) and (sentence := os_sentence(error)) is not None:
+            print(f"error: {sentence}", file=sys.stderr)
         else:
             traceback.print_exc()
         with suppress(Exception):

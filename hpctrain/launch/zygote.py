@@ -8,6 +8,7 @@ the next request.
 from __future__ import annotations
 
 import datetime
+import gc
 import importlib
 import multiprocessing.connection as connection
 import os
@@ -146,6 +147,9 @@ def _serve(link: connection.Connection, imports: Sequence[str]) -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # unwinds: ranks are killed, folders removed
     for name in imports:
         importlib.import_module(name)
+    # A rank's collections pass over what was imported, hundreds of thousands of objects, and leave its pages shared.
+    gc.collect()
+    gc.freeze()
     while True:
         try:
             request = link.recv()

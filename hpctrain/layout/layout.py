@@ -121,9 +121,9 @@ class Layout:
         return tuple(self.rank(table, **{**home, **dict(zip(moving, m))}) for m in spans)
 
     def describe(self) -> str:
-        """Short text: the axes that are more than one rank wide."""
+        """Short text: how many ranks, and the axes that are more than one wide."""
         wide = [f"{a}={getattr(self, a)}" for a in (*AXES, "ep", "etp") if getattr(self, a) > 1]
-        return " ".join(wide) or "one rank"
+        return f"{self.world} ranks, {' '.join(wide)}" if wide else "1 rank"
 
 
 def split(total: int, parts: int, index: int) -> tuple[int, int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -58,16 +59,16 @@ class Dropout(nn.Module):
         super().__init__()
         self.p, self.seed, self.site = p, seed, site
 
-    def forward(self, x: Tensor, samples: Tensor) -> Tensor:
+    def forward(self, x: Tensor, samples: Sequence[int]) -> Tensor:
         if not self.training or self.p == 0.0:
             return x
         return x * (self.mask(samples, x.shape[1:], x.device) / (1.0 - self.p)).to(x.dtype)
 
-    def mask(self, samples: Tensor, shape: torch.Size, device: torch.device) -> Tensor:
+    def mask(self, samples: Sequence[int], shape: torch.Size, device: torch.device) -> Tensor:
         """1 where an element is kept, [batch, *shape] float32."""
         out = torch.empty((len(samples), *shape), device=device)
         generator = torch.Generator(device)
-        for row, sample in zip(out, samples.tolist()):
+        for row, sample in zip(out, samples):
             generator.manual_seed(stream_key(self.seed, self.site, sample))
             row.bernoulli_(1.0 - self.p, generator=generator)
         return out

@@ -127,7 +127,7 @@ class Layer(nn.Module):
         self.mlp = Mlp(model)
         self.mlp_dropout = Dropout(model.dropout, seed, f"layers.{index}.mlp")
 
-    def forward(self, x: Tensor, rope: tuple[Tensor, Tensor] | None, mask: Tensor | None, samples: Tensor) -> Tensor:
+    def forward(self, x: Tensor, rope: tuple[Tensor, Tensor] | None, mask: Tensor | None, samples: list[int]) -> Tensor:
         x = x + self.attention_dropout(self.attention(self.attention_norm(x), rope, mask), samples)
         out: Tensor = x + self.mlp_dropout(self.mlp(self.mlp_norm(x)), samples)
         return out
@@ -170,16 +170,18 @@ class Transformer(nn.Module):
             documents: [batch, seq]; attention stays within equal values. None: it does not stop.
             samples: [batch] global sample counts, needed only where dropout is active.
         """
-        samples = tokens.new_zeros(len(tokens)) if samples is None else samples
+        dropped = self.training and self.model.dropout > 0
+        assert samples is not None or not dropped, "dropout needs to know the samples"
+        keys = samples.tolist() if samples is not None and dropped else []
         places = torch.arange(tokens.shape[1], device=tokens.device)
         x = self.embedding(tokens)
         if self.positions is not None:
             x = x + self.positions(places)
-        x = self.dropout(x, samples)
+        x = self.dropout(x, keys)
         rope = rotation(self.model, places, x.dtype) if self.model.position == "rope" else None
         mask = None if documents is None else document_mask(documents)
         for layer in self.layers.values():
-            x = layer(x, rope, mask, samples)
+            x = layer(x, rope, mask, keys)
         tied = self.embedding.weight if self.model.tied else None
         out: Tensor = self.head(self.norm(x), tied)
         return out

@@ -74,7 +74,7 @@ def _nbytes(t: Tensor) -> int:
 
 
 def start_all_reduce_(t: Tensor, axis: Axis, op: str = "sum") -> Pending:
-    """Begin to sum (or take the max, min of) `t` over the axis, in place. `t` must be contiguous.
+    """Begin to sum (or take the maximum of) `t` over the axis, in place. `t` must be contiguous.
 
     Every rank ends with the same bits: reductions do not depend on who asks.
     """
@@ -84,7 +84,7 @@ def start_all_reduce_(t: Tensor, axis: Axis, op: str = "sum") -> Pending:
     axis.meter.sent("all_reduce", axis.name, _nbytes(t))
     if axis.pairwise and _nbytes(t) <= EXCHANGE_LIMIT:
         return _exchange(t, axis, op)
-    reduce_op = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}[op]
+    reduce_op = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}[op]
     work = dist.all_reduce(t, reduce_op, group=axis.group, async_op=True)
     return Pending(axis, "all_reduce", [work], lambda: t)
 
@@ -100,18 +100,18 @@ def _exchange(t: Tensor, axis: Axis, op: str) -> Pending:
     def combine() -> Tensor:
         if op == "sum":
             return t.add_(other)
-        return t.copy_(torch.maximum(t, other) if op == "max" else torch.minimum(t, other))
+        return torch.maximum(t, other, out=t)
 
     return Pending(axis, "all_reduce", works, combine)
 
 
 def all_reduce_(t: Tensor, axis: Axis, op: str = "sum") -> Tensor:
-    """Sum (or max, min) over the axis, in place."""
+    """Sum (or maximum) over the axis, in place."""
     return start_all_reduce_(t, axis, op).wait()
 
 
 def all_reduce(t: Tensor, axis: Axis, op: str = "sum") -> Tensor:
-    """Sum (or max, min) over the axis, as a new tensor; `t` itself on an axis of one rank."""
+    """Sum (or maximum) over the axis, as a new tensor; `t` itself on an axis of one rank."""
     if axis.size == 1:
         return t
     return all_reduce_(t.contiguous().clone(), axis, op)

@@ -21,6 +21,14 @@ def _rows(x: Tensor) -> Tensor:
     return x.reshape(-1, x.shape[-1])
 
 
+def _sum_wide(grad: Tensor | None, axis: Axis) -> Tensor | None:
+    """Sum a weight's gradient over the ranks that share the weight, in float32 or wider."""
+    if grad is None or axis.size == 1:
+        return grad
+    wide = torch.promote_types(grad.dtype, torch.float32)
+    return all_reduce_(grad.to(wide, copy=True), axis).to(grad.dtype)
+
+
 class _ColumnLinear(torch.autograd.Function):
     """Linears of one replicated input whose outputs are sharded.
 
@@ -51,10 +59,8 @@ class _ColumnLinear(torch.autograd.Function):
         rows = _rows(x)
         grad_w = [_rows(g).T @ rows if need else None for g, need in zip(grads, need_weight)]
         grad_b = [_rows(g).sum(0) if need else None for g, need in zip(grads, need_bias)]
-        for grad, axis in zip((*grad_w, *grad_b), (*ctx.replicas, *ctx.replicas)):
-            if grad is not None:
-                all_reduce_(grad, axis)
-        return (pending.wait() if pending else None, None, None, None, *grad_w, *grad_b)
+        shared = [_sum_wide(g, axis) for g, axis in zip((*grad_w, *grad_b), (*ctx.replicas, *ctx.replicas))]
+        return (pending.wait() if pending else None, None, None, None, *shared)
 
 
 class _RowLinear(torch.autograd.Function):

@@ -42,12 +42,15 @@ class StepResult:
     """Outcome of an optimizer step, the same on every rank.
 
     Attributes:
-        grad_norm: global norm before clipping, every logical parameter counted once.
-        skipped: the gradient was not finite; nothing was changed.
+        grad_norm: global norm before clipping, every logical parameter counted once; NaN if it was not finite.
+        skipped: the loss or the gradient was not finite; nothing was changed.
+        backed_off: it was skipped because the loss scale was too large, and the scale was lowered: a matter of
+            course in fp16, and no sign of trouble.
     """
 
     grad_norm: float
     skipped: bool
+    backed_off: bool = False
 
 
 class Engine(ABC):
@@ -69,8 +72,14 @@ class Engine(ABC):
         sum of losses and is divided here by the step's valid tokens."""
 
     @abstractmethod
-    def step(self, lr: float) -> StepResult:
-        """Finish the reduction, clip, update. All ranks agree on the result."""
+    def step(self, lr: float, loss_finite: bool = True) -> StepResult:
+        """Finish the reduction, clip, update. All ranks agree on the result.
+
+        Args:
+            lr: learning rate of this step.
+            loss_finite: whether the step's loss was finite, the same on all ranks; if not, the step is skipped
+                whatever its gradient.
+        """
 
     @abstractmethod
     def evaluate(self, chunk: int, *inputs: Any) -> Tensor:
@@ -82,7 +91,8 @@ class Engine(ABC):
 
     @abstractmethod
     def scalars(self) -> dict[str, float]:
-        """Numbers that belong to the state: `step`, the count of updates made, and `loss_scale`."""
+        """Numbers that belong to the state: `step`, the count of updates made; where the loss scale is dynamic also
+        `loss_scale` and `loss_scale_good_steps`, the steps since it last changed."""
 
     @abstractmethod
     def load(self, reader: StateReader) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -11,13 +11,18 @@ from torch import Tensor
 from hpctrain.parallel.comm import Axis, all_reduce_
 
 
-def sum_of_squares(gradients: Iterable[Tensor]) -> Tensor:
-    """Sum of the squares of all elements, a float64 scalar."""
-    tensors = list(gradients)
-    if not tensors:
-        return torch.zeros((), dtype=torch.float64)
-    norms = torch.stack([n.double() for n in torch._foreach_norm(tensors)])
-    return norms.square().sum()
+def sum_of_squares(gradients: Sequence[Tensor], counted: Tensor) -> Tensor:
+    """Sum of the squares of the gradients that this rank counts, a float64 scalar.
+
+    It is NaN if any gradient here is not finite, also one that another rank counts: a replica gone wrong must
+    not be stepped on.
+
+    Args:
+        gradients: at least one.
+        counted: [gradients] bool, on their device.
+    """
+    squares = torch.stack([n.double() for n in torch._foreach_norm(list(gradients))]).square()
+    return torch.where(squares.isfinite().all(), squares[counted].sum(), torch.nan)
 
 
 def global_norm(squares: Tensor, model: Axis) -> float:
@@ -30,7 +35,8 @@ def global_norm(squares: Tensor, model: Axis) -> float:
     Returns:
         The same number on every rank; not finite if it is so anywhere.
     """
-    return math.sqrt(total) if (total := all_reduce_(squares.clone(), model).item()) >= 0 else math.nan
+    total = all_reduce_(squares.clone(), model).item()
+    return math.nan if math.isnan(total) else math.sqrt(total)
 
 
 def clip_factor(norm: float, limit: float) -> float:

@@ -58,7 +58,7 @@ class StateReader(Protocol):
         ...
 
     def scalars(self) -> dict[str, float]:
-        """Numbers that were saved beside the tensors: `step` of the optimizer, `loss_scale`."""
+        """Numbers that were saved beside the tensors; see `Engine.scalars`."""
         ...
 
 

@@ -22,7 +22,7 @@ import hpctrain
 
 ENVIRONMENT_FILE = "environment.json"
 
-PACKAGES = ("torch", "deepspeed", "h5py", "submitit", "mpi4py", "numpy", "pydantic", "safetensors", "tokenizers")
+PACKAGES = ("torch", "deepspeed", "h5py", "submitit", "mpi4py", "numpy", "pydantic")
 
 NAMES = frozenset({"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "PYTHONHASHSEED", "CUBLAS_WORKSPACE_CONFIG"})
 PREFIXES = (

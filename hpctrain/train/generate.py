@@ -16,7 +16,7 @@ from hpctrain.data.tokenizer import tokenizer_of
 from hpctrain.errors import CheckpointError
 from hpctrain.launch.bootstrap import process_group
 from hpctrain.launch.identity import ALONE, detect
-from hpctrain.layout.layout import Layout
+from hpctrain.layout.layout import Layout, split
 from hpctrain.layout.parameters import parameter_specs
 from hpctrain.layout.placement import replica_groups
 from hpctrain.model.random import stream_key
@@ -44,8 +44,8 @@ class Sampling:
     seed: int = 0
 
 
-def generate_main(settings: dict[str, Any], checkpoint: Path, prompt: str, sampling: Sampling) -> str:
-    """As one rank of a job: load the weights, continue the prompt.
+def generate_main(settings: dict[str, Any], run: Path, prompt: str, sampling: Sampling) -> str:
+    """As one rank of a job: load the weights of a run's newest checkpoint, continue the prompt.
 
     Returns:
         the prompt and what follows it, the same on every rank.
@@ -56,12 +56,12 @@ def generate_main(settings: dict[str, Any], checkpoint: Path, prompt: str, sampl
     config = RunConfig.model_validate(settings)
     identity = detect(os.environ) or ALONE
     cluster = config.cluster
-    with process_group(identity, config.run_folder, cluster.device, cluster.timeout_s, cluster.threads) as world:
+    with process_group(identity, run, cluster.device, cluster.timeout_s, cluster.threads) as world:
         layout = Layout.of(config.parallel, identity.world)
         mesh = build_mesh(layout, world.device, replica_groups(config.model, layout), cluster.timeout_s)
-        found = find(checkpoint, mesh.world)
+        found = find(run, mesh.world)
         if found is None:
-            raise CheckpointError(f"{checkpoint} holds no checkpoint: train first, or give another run folder.")
+            raise CheckpointError(f"{run} holds no checkpoint: train first, or give another run folder.")
         found.reader.expect({s.name: s.shape for s in parameter_specs(config.model)})
         corpus = found.extra["corpus"]
         tokenizer = tokenizer_of(corpus["tokenizer"], corpus["tokenizer_sha256"])
@@ -109,8 +109,6 @@ def gather_vocabulary(logits: Tensor, tp: Axis, vocab: int) -> Tensor:
     """All logits [vocab] from each rank's part; parts may differ in length by one."""
     if tp.size == 1:
         return logits
-    longest = -(-vocab // tp.size)
-    padded = torch.nn.functional.pad(logits, (0, longest - len(logits)), value=-torch.inf)
-    short = vocab // tp.size
-    parts = [part[: short + (i < vocab % tp.size)] for i, part in enumerate(all_gather(padded, tp))]
-    return torch.cat(parts)
+    longest = split(vocab, tp.size, 0)[1]
+    padded = torch.nn.functional.pad(logits, (0, longest - len(logits)))
+    return torch.cat([part[: split(vocab, tp.size, i)[1]] for i, part in enumerate(all_gather(padded, tp))])

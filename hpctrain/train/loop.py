@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 import time
+from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
 from hpctrain.config.schema import RunConfig
 from hpctrain.data.prefetch import Prefetch
@@ -45,16 +45,17 @@ def train(session: Session, progress: Progress, sinks: Sinks) -> float | None:
             with meter.phase("data"):
                 batch = next(batches)
             lr = learning_rate(config.optimizer, settings, progress.step)
-            loss_sum, valid_tokens, result = train_step(config, session.mesh, session.engine, batch, lr)
+            loss, result = train_step(config, session.mesh, session.engine, batch, lr)
 
             progress.step += 1
             progress.samples += settings.global_batch
             progress.tokens += session.throughput.tokens_per_step
             lap.steps += 1
-            skipped_in_a_row = skipped_in_a_row + 1 if result.skipped else 0
+            if not result.backed_off:
+                skipped_in_a_row = skipped_in_a_row + 1 if result.skipped else 0
             if result.skipped:
                 progress.skipped += 1
-                reason = _culprits(session, loss_sum)
+                reason = _reason(session, loss, result)
                 sinks.write(event("skip", progress.step, reason))
                 if skipped_in_a_row == settings.max_skipped:
                     raise TrainError(
@@ -64,29 +65,35 @@ def train(session: Session, progress: Progress, sinks: Sinks) -> float | None:
                     )
 
             if progress.step % settings.log_every == 0 or progress.step in (1, settings.steps):
-                loss = all_reduce(loss_sum, session.mesh.loss).item() / max(valid_tokens, 1)
-                sinks.write(lap.metrics(progress, loss, lr, result).record())
-            if _due(progress.step, settings.eval_every, settings.steps):
+                sinks.write(lap.metrics(progress, loss.mean, lr, result).record())
+            if _due(progress.step, settings.eval_every):
                 evaluated = evaluate(session, progress, sinks)
                 lap.restart()
-            if _due(progress.step, config.checkpoint.every, settings.steps):
+            if _due(progress.step, config.checkpoint.every):
                 saved = _save(session, progress, sinks)
                 lap.restart()
-    if evaluated is None or progress.step % max(settings.eval_every, 1):
+    if evaluated is None or not _due(progress.step, settings.eval_every):
         evaluated = evaluate(session, progress, sinks)
     if config.checkpoint.at_end and saved != progress.step:
         _save(session, progress, sinks)
     return evaluated
 
 
-def train_step(
-    config: RunConfig, mesh: Mesh, engine: Engine, batch: Batch, lr: float
-) -> tuple[Tensor, int, StepResult]:
-    """One optimizer step over this rank's part of a global batch.
+@dataclass(frozen=True)
+class StepLoss:
+    """Loss of a step.
 
-    Returns:
-        this rank's sum of losses; valid tokens of the whole global batch; the engine's result.
+    Attributes:
+        mean: over the valid tokens of the whole global batch, nats a token; the same on every rank.
+        own: this rank's sum, to find out where a loss that is not finite comes from.
     """
+
+    mean: float
+    own: float
+
+
+def train_step(config: RunConfig, mesh: Mesh, engine: Engine, batch: Batch, lr: float) -> tuple[StepLoss, StepResult]:
+    """One optimizer step over this rank's part of a global batch."""
     meter, micro_batches = mesh.meter, batch.split(config.train.micro_batch)
     valid = torch.tensor([batch.valid_tokens], dtype=torch.int64, device=mesh.device)
     valid_tokens = int(all_reduce(valid, mesh.loss).item())
@@ -98,9 +105,10 @@ def train_step(
             loss_sum += ticket.output.detach()
         with meter.phase("backward"):
             engine.backward(ticket)
+    mean = all_reduce(loss_sum, mesh.loss).item() / max(valid_tokens, 1)
     with meter.phase("optimizer"):
-        result = engine.step(lr)
-    return loss_sum, valid_tokens, result
+        result = engine.step(lr, math.isfinite(mean))
+    return StepLoss(mean, loss_sum.item()), result
 
 
 def evaluate(session: Session, progress: Progress, sinks: Sinks) -> float | None:
@@ -163,13 +171,15 @@ class _Lap:
         return metrics
 
 
-def _due(step: int, every: int, last: int) -> bool:
-    return every > 0 and step % every == 0 and step <= last
+def _due(step: int, every: int) -> bool:
+    return every > 0 and step % every == 0
 
 
-def _culprits(session: Session, loss_sum: Tensor) -> str:
-    """Which ranks' own loss was not finite. Collective, and called only after a skipped step."""
-    finite = gather_objects(math.isfinite(loss_sum.item()), session.mesh.world)
+def _reason(session: Session, loss: StepLoss, result: StepResult) -> str:
+    """Why a step was skipped. Collective."""
+    if result.backed_off:
+        return "the gradient overflowed and the loss scale was lowered"
+    finite = gather_objects(math.isfinite(loss.own), session.mesh.world)
     ranks = [rank for rank, fine in enumerate(finite) if not fine]
     if not ranks:
         return "the loss was finite on every rank, the gradient was not"

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from typing import Any
 
 from hpctrain.checkpoint.catalog import committed
 from hpctrain.checkpoint.collective import Found, SaveReport, find, save
@@ -10,7 +12,7 @@ from hpctrain.checkpoint.manifest import FOLDER
 from hpctrain.config.schema import RunConfig
 from hpctrain.errors import CheckpointError, ConfigError, DataError
 from hpctrain.layout.parameters import parameter_specs
-from hpctrain.parallel.comm import Axis
+from hpctrain.parallel.comm import Axis, broadcast_object
 from hpctrain.train.session import Session
 
 
@@ -48,47 +50,71 @@ def save_checkpoint(session: Session, progress: Progress) -> SaveReport:
 
 
 def resume(session: Session) -> tuple[Progress, Found | None]:
-    """Continue from the newest valid checkpoint, as `checkpoint.resume` and `checkpoint.load` say. Collective.
+    """Go on from the newest valid checkpoint, as `checkpoint.resume` and `checkpoint.continue_from` say. Collective.
 
     Raises:
         CheckpointError: there are checkpoints and none can be used, or one must be there and is not.
-        ConfigError: `resume=never` over an older run.
+        ConfigError: `resume=never` over an older run, or another run that is past the last step already.
         DataError: the corpus has another tokenizer.
     """
     found = choose(session.config, session.mesh.world)
     if found is None:
         return Progress(), None
     found.reader.expect({s.name: s.shape for s in parameter_specs(session.config.model)})
-    _check_corpus(session, found)
+    _check_tokenizer(session, found)
     session.engine.load(found.reader)
     return Progress(**found.extra["progress"]), found
 
 
 def choose(config: RunConfig, world: Axis) -> Found | None:
-    """The checkpoint that a run starts from, if any. Collective."""
+    """The checkpoint that a run starts from, if any. Collective; the first rank looks and decides."""
     settings, folder = config.checkpoint, config.run_folder
-    if settings.resume == "never":
-        if committed(folder / FOLDER):
-            raise ConfigError(
-                "checkpoint.resume",
-                "never",
-                f"{folder} already holds checkpoints of an earlier run, which would be overwritten",
-                "choose another name=..., or resume=auto to continue it",
-            )
-        found = None
-    else:
-        found = find(folder, world)
-    if found is None and settings.load is not None:
-        if not settings.load.exists():
-            raise CheckpointError(f"checkpoint.load={settings.load} does not exist: give a run folder or a checkpoint.")
-        found = find(settings.load, world)
-    if found is None and (settings.resume == "must" or settings.load is not None):
-        where = settings.load or folder
-        raise CheckpointError(f"{where} holds no checkpoint to start from: give one with checkpoint.load=PATH.")
+    other = settings.continue_from
+    has_own, other_there = broadcast_object(
+        (bool(committed(folder / FOLDER)), other is not None and other.exists()), world
+    )
+    if settings.resume == "never" and has_own:
+        raise ConfigError(
+            "checkpoint.resume",
+            "never",
+            f"{folder} already holds checkpoints of an earlier run, which would be overwritten",
+            "choose another name=..., or resume=auto to continue it",
+        )
+    found = find(folder, world) if settings.resume != "never" else None
+    if found is not None or (other is None and settings.resume != "must"):
+        return found
+    if other is not None and not other_there:
+        raise CheckpointError(
+            f"checkpoint.continue_from={other} does not exist: give a run folder, or one checkpoint in it."
+        )
+    found = find(other, world) if other is not None else None
+    if found is None:
+        raise CheckpointError(
+            f"{other or folder} holds no checkpoint to start from: name one with checkpoint.continue_from=PATH."
+        )
+    if found.step >= config.train.steps:
+        raise ConfigError(
+            "train.steps", config.train.steps, f"{found.path} has done {found.step} steps already", "ask for more"
+        )
     return found
 
 
-def _check_corpus(session: Session, found: Found) -> None:
+def differences(session: Session, found: Found) -> Iterator[str]:
+    """What makes the rest of a resumed run another one than it would have been, in words."""
+    before: dict[str, Any] = found.extra["config"]
+    now = session.config
+    if found.extra["corpus"]["sha256"] != session.corpus.header.sha256:
+        yield "the corpus is another one, so its order of samples is new"
+    for section, key in (("data", "seq"), ("data", "validation"), ("train", "seed")):
+        old, new = before[section].get(key), getattr(getattr(now, section), key)
+        if old != new:
+            yield f"{section}.{key} was {old} and is {new}, so the order of samples is new"
+    old = before["train"]["steps"]
+    if old != now.train.steps and now.optimizer.schedule != "constant":
+        yield f"train.steps was {old} and is {now.train.steps}, so the learning rate follows another curve"
+
+
+def _check_tokenizer(session: Session, found: Found) -> None:
     before, now = found.extra["corpus"], session.corpus.header
     if before["tokenizer_sha256"] != now.tokenizer_sha256:
         raise DataError(
@@ -100,3 +126,9 @@ def _check_corpus(session: Session, found: Found) -> None:
 def engine_name(config: RunConfig) -> str:
     """Engine and stage in one word, for records."""
     return config.engine if config.engine == "none" else f"{config.engine}-{config.sharding.stage}"
+
+
+def in_words(found: Found, notes: Iterator[str]) -> str:
+    """The sentence of a resume: from where, what was refused on the way, what is different now."""
+    refused = [f"refused {verdict}" for verdict in found.refused]
+    return "; ".join([f"from {found.path}", *refused, *notes])

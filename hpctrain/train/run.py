@@ -12,7 +12,7 @@ from hpctrain.config.load import dump
 from hpctrain.config.schema import RunConfig
 from hpctrain.config.validate import validate
 from hpctrain.launch.bootstrap import process_group
-from hpctrain.launch.identity import ALONE, detect
+from hpctrain.launch.identity import ALONE, Identity, detect
 from hpctrain.telemetry.console import ConsoleView
 from hpctrain.telemetry.environment import write_environment
 from hpctrain.telemetry.metrics import event
@@ -46,34 +46,49 @@ def rank_main(settings: dict[str, Any], console: bool) -> Summary:
         settings: the resolved configuration, as plain data.
         console: whether rank 0 shows progress itself; otherwise somebody follows its metrics.
     """
-    config = RunConfig.model_validate(settings)
     identity = detect(os.environ) or ALONE
+    config = on_these_ranks(RunConfig.model_validate(settings), identity)
     validate(config, identity.world)
     cluster = config.cluster
     with process_group(identity, config.run_folder, cluster.device, cluster.timeout_s, cluster.threads) as world:
+        from hpctrain.parallel.agree import everywhere
         from hpctrain.train.loop import train
-        from hpctrain.train.progress import resume
+        from hpctrain.train.progress import differences, in_words, resume
         from hpctrain.train.session import open_session
 
-        session = open_session(config, world.device, identity.world)
+        session = open_session(config, world.device, identity.world, identity.local_world)
         progress, found = resume(session)
-        before = progress.step
-        sinks = _sinks(config, before, console) if identity.rank == 0 else Sinks([], _warn)
+        before, first = progress.step, identity.rank == 0
+        sinks = everywhere(lambda: _sinks(config, before, console) if first else Sinks([], _warn), session.mesh.world)
         if found is not None:
-            refused = f"; refused {len(found.refused)} newer" if found.refused else ""
-            sinks.write(event("resume", before, f"from {found.path}{refused}"))
+            sinks.write(event("resume", before, in_words(found, differences(session, found))))
         layout = session.mesh.layout.describe()
         facts = {f"seconds_{phase}": round(seconds, 2) for phase, seconds in world.seconds.items()}
-        sinks.write(event("start", before, f"{identity.world} ranks, {layout}, on {world.device.type}", **facts))
+        sinks.write(event("start", before, f"{layout} on {world.device.type}", **facts))
         try:
             loss = train(session, progress, sinks)
         finally:
             sinks.close()
             session.engine.close()
-        summary = Summary(config.run_folder, progress.step, progress.step - before, loss, session.corpus.header.entropy)
-        if identity.rank == 0:
-            loss_curve(config.run_folder / METRICS_FILE, config.run_folder / "loss.png", summary.unigram_entropy)
-    return summary
+        entropy = session.corpus.header.entropy
+        if first:
+            _picture(config.run_folder, entropy)
+    return Summary(config.run_folder, progress.step, progress.step - before, loss, entropy)
+
+
+def on_these_ranks(config: RunConfig, identity: Identity) -> RunConfig:
+    """The configuration with the number of nodes and ranks that the launcher really started."""
+    nodes = -(-identity.world // identity.local_world)
+    facts = {"nodes": nodes, "gpus_per_node": identity.local_world}
+    return config.model_copy(update={"cluster": config.cluster.model_copy(update=facts)})
+
+
+def _picture(folder: Path, entropy: float) -> None:
+    """A finished run does not fail because of its picture."""
+    try:
+        loss_curve(folder / METRICS_FILE, folder / "loss.png", entropy)
+    except Exception as error:
+        _warn(f"loss.png was not drawn: {error}")
 
 
 def _sinks(config: RunConfig, after_step: int, console: bool) -> Sinks:

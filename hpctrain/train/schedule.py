@@ -18,8 +18,8 @@ def peak_lr(optimizer: OptimizerConfig, train: TrainConfig) -> float:
 def learning_rate(optimizer: OptimizerConfig, train: TrainConfig, step: int) -> float:
     """The learning rate of one step.
 
-    Warm-up is linear: step 0 gets 1 / `warmup` of the peak and the last step of warm-up all of it. The decay
-    begins there (cosine) or `decay` steps before the end (wsd), and the last step of all gets `min_ratio` of
+    Warm-up is linear: step 0 gets 1 / `warmup_steps` of the peak and the last step of warm-up all of it. The decay
+    begins there (cosine) or `decay_steps` before the end (wsd), and the last step of all gets `min_ratio` of
     the peak. constant stays at the peak.
 
     Args:
@@ -30,13 +30,13 @@ def learning_rate(optimizer: OptimizerConfig, train: TrainConfig, step: int) -> 
     assert step >= 0, step
     peak, last = peak_lr(optimizer, train), train.steps - 1
     step = min(step, last)
-    if step < optimizer.warmup:
-        return peak * ((step + 1) / optimizer.warmup)
+    if step < optimizer.warmup_steps:
+        return peak * ((step + 1) / optimizer.warmup_steps)
     if optimizer.schedule == "constant":
         return peak
-    start = max(optimizer.warmup - 1, 0)
+    start = max(optimizer.warmup_steps - 1, 0)
     if optimizer.schedule == "wsd":
-        start = max(start, last - optimizer.decay_steps(train.steps))
+        start = max(start, last - optimizer.final_decay(train.steps))
     done = max(step - start, 0) / max(last - start, 1)
     if optimizer.schedule == "cosine":
         done = 0.5 * (1.0 - math.cos(math.pi * done))

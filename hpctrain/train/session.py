@@ -12,6 +12,7 @@ from hpctrain.data.corpus import Corpus, Split
 from hpctrain.layout.layout import Layout
 from hpctrain.layout.memory import check_memory
 from hpctrain.layout.placement import replica_groups
+from hpctrain.parallel.agree import everywhere
 from hpctrain.parallel.comm import gather_objects
 from hpctrain.parallel.mesh import Mesh, build_mesh
 from hpctrain.parallel.parallelize import build_model
@@ -45,22 +46,23 @@ class Session:
     throughput: Throughput
 
 
-def open_session(config: RunConfig, device: torch.device, world: int) -> Session:
+def open_session(config: RunConfig, device: torch.device, world: int, sharing: int = 1) -> Session:
     """Put a rank's parts together. Collective: every rank of the job calls it alike.
 
     Args:
         config: validated for `world` ranks.
         device: where this rank computes.
         world: number of ranks.
+        sharing: ranks on this host, which share its memory.
 
     Raises:
         DataError: the corpus is not there, damaged, too small or of another vocabulary.
         ConfigError: the run does not fit in memory.
     """
     layout = Layout.of(config.parallel, world)
-    corpus, training, validation = open_data(config)
     mesh = build_mesh(layout, device, replica_groups(config.model, layout), config.cluster.timeout_s)
-    check_memory(config, layout, _memory_of_a_rank(mesh, config))
+    corpus, training, validation = everywhere(lambda: open_data(config), mesh.world)
+    check_memory(config, layout, _memory_of_a_rank(mesh, sharing))
 
     def read(split: Split, seed: int | None) -> Batches:
         return Batches(
@@ -85,11 +87,10 @@ def open_session(config: RunConfig, device: torch.device, world: int) -> Session
     )
 
 
-def _memory_of_a_rank(mesh: Mesh, config: RunConfig) -> int:
-    """Bytes one rank may use: its device's, or its share of the host's."""
+def _memory_of_a_rank(mesh: Mesh, sharing: int) -> int:
+    """Bytes the rank with the least may use: of its device, or its share of the host's."""
     available = available_memory(mesh.device).bytes
-    sharing = 1 if mesh.device.type == "cuda" else min(config.cluster.gpus_per_node, mesh.world.size)
-    return min(gather_objects(available // sharing, mesh.world))
+    return min(gather_objects(available // (1 if mesh.device.type == "cuda" else sharing), mesh.world))
 
 
 def _throughput(config: RunConfig, mesh: Mesh) -> Throughput:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from hpctrain.checkpoint.boxes import Region
+from hpctrain.layout.boxes import Region
 from hpctrain.sharding.state import Piece, StateReader
 from hpctrain.telemetry.meter import Meter
 

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 
 from hpctrain.checkpoint import commit, files
-from hpctrain.checkpoint.boxes import first_overlap, incomplete, meet, missing
+from hpctrain.checkpoint.boxes import first_overlap, incomplete, missing
 from hpctrain.checkpoint.collective import find, save
 from hpctrain.checkpoint.manifest import Entry
 from hpctrain.checkpoint.read import CheckpointReader
@@ -24,6 +24,7 @@ from hpctrain.checkpoint.tensorfile import ALIGNMENT, header
 from hpctrain.checkpoint.verify import verify
 from hpctrain.checkpoint.write import snapshot, write
 from hpctrain.errors import CheckpointError
+from hpctrain.layout.boxes import meet
 from hpctrain.sharding.state import Piece
 from tests.checkpoint.state import TENSORS, FakeState, alone, cut, tiling, whole
 

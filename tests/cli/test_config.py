@@ -21,7 +21,7 @@ def run(*arguments: str) -> str:
 
 
 def test_show_prints_what_can_be_loaded_again(tmp_path: Path) -> None:
-    shown = run("show", "llama-8b", "optimizer.lr=1e-5", "checkpoint.load=null")
+    shown = run("show", "llama-8b", "optimizer.lr=1e-5", "checkpoint.continue_from=null")
     (tmp_path / "shown.yaml").write_text(shown)
     config = load(tmp_path / "shown.yaml")
     assert config == load("llama-8b", ["optimizer.lr=1e-5"])

@@ -18,7 +18,7 @@ from hpctrain.data.sources import list_sources
 TINY = [
     *("model.layers=1", "model.hidden=16", "model.heads=2", "model.max_seq=32", "data.seq=32"),
     *("train.steps=4", "train.global_batch=4", "train.micro_batch=2", "train.log_every=1", "train.eval_batches=1"),
-    "optimizer.warmup=1",
+    "optimizer.warmup_steps=1",
 ]
 
 

@@ -37,10 +37,10 @@ def test_file_and_overrides(recipe: Path) -> None:
 
 
 def test_text_stays_text(recipe: Path) -> None:
-    config = load(recipe, ["name=2024", "data.corpus=1e3", "checkpoint.load=007", "model.rope_theta=5"])
-    assert (config.name, config.data.corpus, config.checkpoint.load) == ("2024", Path("1e3"), Path("007"))
+    config = load(recipe, ["name=2024", "data.corpus=1e3", "checkpoint.continue_from=007", "model.rope_theta=5"])
+    assert (config.name, config.data.corpus, config.checkpoint.continue_from) == ("2024", Path("1e3"), Path("007"))
     assert isinstance(config.model.rope_theta, float)
-    assert load(recipe, ["checkpoint.load=null"]).checkpoint.load is None
+    assert load(recipe, ["checkpoint.continue_from=null"]).checkpoint.continue_from is None
 
 
 def test_optional_section(recipe: Path) -> None:

@@ -1,6 +1,7 @@
 """Ranks forked by the warm parent, and what is left when something dies."""
 
 import contextlib
+import gc
 import os
 import signal
 import time
@@ -34,6 +35,15 @@ def add(x):
 
 def test_ranks_form_a_group(ranks):
     assert ranks(3, add, 1) == [6.0] * 3
+
+
+def collect():
+    return gc.get_freeze_count(), len(gc.get_objects())
+
+
+def test_ranks_do_not_collect_what_was_imported(ranks):
+    ((frozen, left),) = ranks(1, collect)
+    assert frozen > 10_000 and left < frozen / 10
 
 
 def fail(rank):

@@ -10,13 +10,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hpctrain.layout.placement import Box, Placement
-from hpctrain.sharding.deepspeed.state import regions
+from hpctrain.sharding.deepspeed.state import sections
 from tests.sharding.deepspeed_case import Checkpoint, start, zero_config
 from tests.training import train_step
 
 
 @given(st.data())
-def test_regions_are_the_range(data: Any) -> None:
+def test_sections_are_the_range(data: Any) -> None:
     shape = tuple(data.draw(st.lists(st.integers(1, 5), min_size=1, max_size=3)))
     whole = tuple(n + data.draw(st.integers(0, 3)) for n in shape)
     at = tuple(data.draw(st.integers(0, w - n)) for w, n in zip(whole, shape))
@@ -39,9 +39,9 @@ def test_regions_are_the_range(data: Any) -> None:
     numel = data.draw(st.integers(0, local.numel() - first))
     fragment = local.flatten()[first : first + numel]
     found = []
-    for region in regions(placement, first, numel):
-        window = logical[tuple(slice(a, a + n) for a, n in zip(region.start, region.shape))]
-        assert (region.view(fragment) == window).all()
+    for section in sections(placement, first, numel):
+        window = logical[tuple(slice(a, a + n) for a, n in zip(section.start, section.shape))]
+        assert (section.view(fragment) == window).all()
         found += window.flatten().tolist()
     assert sorted(found) == sorted(fragment.tolist())
 

@@ -13,8 +13,8 @@ from hpctrain.model.batch import IGNORED, Batch
 from hpctrain.parallel.parallelize import build_model
 from hpctrain.sharding.build import build_engine
 from hpctrain.sharding.none.buckets import GradientBuckets
-from hpctrain.sharding.none.scaler import GROWTH_INTERVAL, LossScale
 from hpctrain.sharding.norm import clip_factor
+from hpctrain.sharding.scaler import GROWTH_INTERVAL, LossScale
 from tests.training import assemble, compare, global_batch, make_config, make_mesh, reference, run
 
 
@@ -71,11 +71,8 @@ def test_the_same_layout_twice_is_bit_equal(ranks, precision):
     assert all(torch.equal(first.weights[name], second.weights[name]) for name in first.weights)
 
 
-@pytest.mark.parametrize("micro_batch", [1, 2, 8])
-@pytest.mark.parametrize("dp", [1, 2])
+@pytest.mark.parametrize("micro_batch,dp", [(1, 1), (2, 1), (8, 1), (1, 2), (2, 2), (4, 2)])
 def test_gradients_do_not_depend_on_how_the_batch_is_cut(ranks, micro_batch, dp):
-    if micro_batch * dp > 8:
-        micro_batch = 4
     config = make_config(train=dict(micro_batch=micro_batch), optimizer=dict(clip=0.0))
     compare(assemble(config, ranks(dp, run, config, dp)), reference(config), 1e-9)
 
@@ -131,6 +128,44 @@ def test_a_nan_on_one_rank_skips_the_step_on_all(ranks, precision):
     config = make_config(parallel=dict(tp=2), train=dict(precision=precision, loss_scale=8.0))
     outcomes = ranks(4, poisoned, config, 4, 3, 1)
     assert outcomes == [[(False, True, 1.0), (True, False, 1.0), (False, True, 2.0)]] * 4
+
+
+def replica_gone_wrong(config):
+    """One rank's copy of a gradient that another rank counts turns to NaN after the reduction."""
+    mesh, _, engine = start(config, 2)
+    engine.begin_step(1, 1)
+    if mesh.rank == 1:
+        engine.gradients["norm.weight"][3] = float("nan")
+    return engine.step(1e-3).skipped
+
+
+def test_a_nan_in_a_copy_that_is_not_counted_skips_the_step(ranks):
+    assert ranks(2, replica_gone_wrong, make_config(parallel=dict(tp=2))) == [True, True]
+
+
+def replicated_in_low_precision(config):
+    """The sums over ranks of a key/value weight's gradient, seen on the wire: their dtype."""
+    from hpctrain.parallel import comm
+
+    *_, engine = start(config, 4)
+    seen = []
+    plain = comm.dist.all_reduce
+
+    def watched(t, *args, **kwargs):
+        seen.append((t.dtype, tuple(t.shape)))
+        return plain(t, *args, **kwargs)
+
+    comm.dist.all_reduce = watched
+    batch = global_batch(config, 0)
+    engine.begin_step(batch.valid_tokens, 1)
+    engine.backward(engine.forward(0, batch))
+    key = (config.model.head_width, config.model.hidden)
+    return {dtype for dtype, shape in seen if shape == key}
+
+
+def test_gradients_of_shared_key_value_heads_are_summed_in_float32(ranks):
+    config = make_config(parallel=dict(tp=4), model=dict(kv_heads=1), train=dict(precision="bf16", micro_batch=8))
+    assert ranks(4, replicated_in_low_precision, config) == [{torch.float32}] * 4
 
 
 def falling(config, world, steps):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,11 +15,15 @@ from hpctrain.config.schema import RunConfig
 from hpctrain.config.validate import validate
 from hpctrain.data.build import build
 from hpctrain.data.sources import list_sources
+from hpctrain.launch.identity import Identity
 from hpctrain.launch.zygote import RankFailure
+from hpctrain.sharding import scaler
+from hpctrain.sharding.deepspeed.engine import DeepSpeedEngine
 from hpctrain.telemetry.metrics import read_records
 from hpctrain.telemetry.sinks import METRICS_FILE, Sinks, open_sinks
 from hpctrain.train.loop import train
-from hpctrain.train.progress import resume
+from hpctrain.train.progress import Progress, differences, in_words, resume
+from hpctrain.train.run import on_these_ranks
 from hpctrain.train.session import open_session
 
 STEPS = 6
@@ -40,7 +46,7 @@ def make(corpus, tmp_path):
         base = dict(
             model=dict(layers=2, hidden=24, heads=4, kv_heads=2, head_dim=6, ffn=40, max_seq=32, dropout=0.1),
             data=dict(corpus=str(corpus), seq=31, validation=0.1),
-            optimizer=dict(lr=3e-3, warmup=2),
+            optimizer=dict(lr=3e-3, warmup_steps=2),
             train=dict(steps=STEPS, global_batch=8, micro_batch=2, log_every=1, eval_batches=2, precision="float64"),
             checkpoint=dict(every=3),
         )
@@ -163,7 +169,7 @@ def test_a_checkpoint_that_must_be_there(ranks, make, tmp_path):
     with pytest.raises(RankFailure, match="holds no checkpoint to start from"):
         ranks(1, drive, make(checkpoint=dict(resume="must")), 1)
     with pytest.raises(RankFailure, match="does not exist"):
-        ranks(1, drive, make(checkpoint=dict(load=str(tmp_path / "nowhere"))), 1)
+        ranks(1, drive, make(checkpoint=dict(continue_from=str(tmp_path / "nowhere"))), 1)
 
 
 def engine_settings(stage: int) -> dict:
@@ -185,6 +191,34 @@ def test_engine_stage_and_layout_may_change_between_lives(ranks, make, tmp_path)
     assert np.allclose(evaluations(config)[-1], evaluations(undisturbed)[-1], rtol=2e-5, atol=0)
 
 
+def drive_beside_a_slow_rank(config: RunConfig, world: int, seconds: float) -> None:
+    """Rank 1 comes so much later to every forward."""
+    forward = DeepSpeedEngine.forward
+
+    def late(self, chunk, *inputs):
+        time.sleep(seconds * dist.get_rank())
+        return forward(self, chunk, *inputs)
+
+    DeepSpeedEngine.forward = late
+    drive(config, world)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_waiting_inside_deepspeed_is_communication(ranks, make, stage):
+    """Rank 0, whose record it is, waits for rank 1 in DeepSpeed's collectives; every second is counted once."""
+    micro_batches, seconds = 2, 0.05
+    config = make(**engine_settings(stage), checkpoint=dict(every=0, at_end=False))
+    ranks(2, drive_beside_a_slow_rank, config, 2, seconds)
+    records = [r for r in read_records(config.run_folder / METRICS_FILE) if r["kind"] == "train"]
+    assert len(records) == STEPS and {r["engine"] for r in records} == {f"deepspeed-{stage}"}
+    for record in records:
+        parts = sum(record[f"time/{part}"] for part in ("data", "compute", "communication", "optimizer"))
+        assert parts <= record["time/step"]
+        assert record["time/communication"] > 0.8 * micro_batches * seconds
+    whole = sum(r["time/step"] for r in records)
+    assert sum(r["time/step"] - r["time/compute"] - r["time/communication"] for r in records) < 0.5 * whole
+
+
 @pytest.mark.parametrize("stage", [1, 3])
 def test_a_killed_run_continues_bitwise_under_zero(ranks, make, tmp_path, stage):
     config = make(**engine_settings(stage), parallel=dict(tp=2))
@@ -193,3 +227,114 @@ def test_a_killed_run_continues_bitwise_under_zero(ranks, make, tmp_path, stage)
     ranks(4, drive, config, 4, 5)
     ranks(4, drive, config, 4)
     assert losses(config) == losses(undisturbed) and len(losses(config)) == STEPS
+
+
+def test_going_on_from_another_run(ranks, make, tmp_path):
+    """Step, position and state go along; a run that has done all that is asked for is refused."""
+    other = make(train=dict(steps=3)).model_copy(update={"folder": tmp_path / "other"})
+    ranks(1, drive, other, 1)
+    config = make(checkpoint=dict(continue_from=str(other.run_folder)))
+    ranks(1, drive, config, 1)
+    assert list(losses(config)) == [4, 5, 6]
+    beyond = config.model_copy(update={"folder": tmp_path / "beyond", "train": other.train})
+    with pytest.raises(RankFailure, match=r"train\.steps=3: .* has done 3 steps already; ask for more"):
+        ranks(1, drive, beyond, 1)
+
+
+def test_what_is_different_after_a_resume_is_said(ranks, make, tmp_path):
+    assert ranks(1, said_at_resume, make(train=dict(steps=3)), None) == [None]
+    (same,) = ranks(1, said_at_resume, make(train=dict(steps=3)), None)
+    assert same == f"from {make().run_folder}/checkpoints/step-00000003"
+    changed = make(train=dict(steps=9, seed=1), data=dict(seq=20))
+    (text,) = ranks(1, said_at_resume, changed, None)
+    for note in ("data.seq was 31 and is 20", "train.seed was 0 and is 1", "train.steps was 3 and is 9"):
+        assert note in text
+    ranks(1, drive, make(), 1)
+    newest = make().run_folder / "checkpoints" / "step-00000006" / "rank-00000.safetensors"
+    data = bytearray(newest.read_bytes())
+    data[-1] ^= 1
+    newest.write_bytes(data)
+    (text,) = ranks(1, said_at_resume, make(), None)
+    assert "step-00000003" in text.split(";")[0] and "refused step-00000006: rank-00000.safetensors" in text
+
+
+def said_at_resume(config, _):
+    """The sentence of a resume; a first life runs to its end."""
+    session = open_session(config, torch.device("cpu"), 1)
+    progress, found = resume(session)
+    if found is None:
+        train(session, progress, Sinks([], print))
+        return None
+    return in_words(found, differences(session, found))
+
+
+def test_a_missing_corpus_on_one_rank_stops_all_at_once(ranks, make):
+    begun = time.monotonic()
+    with pytest.raises(RankFailure) as caught:
+        ranks(2, open_without_corpus_on, make(), 1)
+    assert time.monotonic() - begun < 30
+    assert str(caught.value).count("DataError: ") >= 2 and "nowhere" in str(caught.value)
+
+
+def open_without_corpus_on(config, rank):
+    if dist.get_rank() == rank:
+        config = config.model_copy(update={"data": config.data.model_copy(update={"corpus": Path("/nowhere.h5")})})
+    open_session(config, torch.device("cpu"), 2)
+
+
+def test_a_loss_that_is_not_finite_skips_whatever_the_gradient(ranks, make):
+    config = make(train=dict(max_skipped=2))
+    with pytest.raises(RankFailure, match=r"2 steps in a row up to step 2 were not finite .loss not finite on rank 1"):
+        ranks(2, with_infinite_loss, config)
+
+
+def with_infinite_loss(config):
+    session = open_session(config, torch.device("cpu"), 2)
+    if dist.get_rank() == 1:
+        session.engine.chunks[0].loss.register_forward_hook(lambda module, inputs, out: out + float("inf"))
+    before = {name: p.clone() for name, p in session.engine.masters.items()}
+    try:
+        train(session, Progress(), Sinks([], print))
+    finally:
+        assert all(torch.equal(before[name], p) for name, p in session.engine.masters.items())
+
+
+def test_a_loss_scale_that_is_too_large_backs_off_and_is_no_trouble(ranks, make):
+    config = make(train=dict(precision="fp16", loss_scale=2.0**40, max_skipped=2, steps=40), checkpoint=dict(every=0))
+    ranks(1, drive, config, 1)
+    records = list(read_records(config.run_folder / METRICS_FILE))
+    skips = [r["message"] for r in records if r.get("event") == "skip"]
+    assert len(skips) > 2 and set(skips) == {"the gradient overflowed and the loss scale was lowered"}
+    assert losses(config)[40] < losses(config)[1]
+
+
+def test_fp16_continues_bitwise_and_takes_its_scale_along(ranks, make, tmp_path):
+    config = make(train=dict(precision="fp16", loss_scale=2.0**30))
+    undisturbed = config.model_copy(update={"folder": tmp_path / "undisturbed"})
+    ranks(1, drive_with_quick_growth, undisturbed, None)
+    ranks(1, drive_with_quick_growth, config, 5)
+    ranks(1, drive_with_quick_growth, config, None)
+    assert scales(config) == scales(undisturbed) and losses(config) == losses(undisturbed)
+
+
+def drive_with_quick_growth(config, until):
+    scaler.GROWTH_INTERVAL = 2
+    return drive(config, 1, until)
+
+
+def scales(config):
+    return [r["loss_scale"] for r in read_records(config.run_folder / METRICS_FILE) if r["kind"] == "train"]
+
+
+def test_a_checkpoint_of_another_precision_leaves_the_loss_scale_alone(ranks, make):
+    ranks(1, drive, make(train=dict(precision="bf16", steps=3)), 1)
+    config = make(train=dict(precision="fp16", loss_scale=512.0))
+    ranks(1, drive, config, 1)
+    assert scales(config)[-1] == 512.0
+
+
+@pytest.mark.parametrize("world,local,nodes", [(8, 4, 2), (6, 4, 2), (1, 1, 1)])
+def test_the_launcher_knows_how_many_ranks_there_are(make, world, local, nodes):
+    identity = Identity(0, world, 0, local, "torchrun", "key")
+    cluster = on_these_ranks(make(cluster=dict(nodes=7, gpus_per_node=3)), identity).cluster
+    assert (cluster.nodes, cluster.gpus_per_node) == (nodes, local)

@@ -24,7 +24,7 @@ def rates(steps: int, **settings: Any) -> list[float]:
 
 def test_cosine_by_hand() -> None:
     # Peak at index 3, 8 steps down to 0.2 at index 11; a quarter, half and three quarters of the way by hand.
-    got = rates(12, schedule="cosine", warmup=4, min_ratio=0.2)
+    got = rates(12, schedule="cosine", warmup_steps=4, min_ratio=0.2)
     assert got[:4] == [0.25, 0.5, 0.75, 1.0]
     assert got[5] == pytest.approx(0.2 + 0.8 * (1 + math.sqrt(0.5)) / 2)
     assert got[7] == pytest.approx(0.6)
@@ -33,7 +33,7 @@ def test_cosine_by_hand() -> None:
 
 
 def test_wsd_by_hand() -> None:
-    got = rates(10, schedule="wsd", warmup=2, decay=4, min_ratio=0.0)
+    got = rates(10, schedule="wsd", warmup_steps=2, decay_steps=4, min_ratio=0.0)
     assert got == [0.5, 1, 1, 1, 1, 1, 0.75, 0.5, 0.25, 0.0]
 
 
@@ -45,18 +45,18 @@ def test_wsd_decays_over_a_tenth_by_default() -> None:
 
 
 def test_constant_by_hand() -> None:
-    assert rates(5, schedule="constant", warmup=2, min_ratio=0.0) == [0.5, 1, 1, 1, 1]
+    assert rates(5, schedule="constant", warmup_steps=2, min_ratio=0.0) == [0.5, 1, 1, 1, 1]
 
 
 def test_wsd_longer_than_what_warmup_leaves_is_cut_to_it() -> None:
-    assert rates(6, schedule="wsd", warmup=2, decay=100, min_ratio=0.0) == [0.5, 1, 0.75, 0.5, 0.25, 0]
+    assert rates(6, schedule="wsd", warmup_steps=2, decay_steps=100, min_ratio=0.0) == [0.5, 1, 0.75, 0.5, 0.25, 0]
 
 
 @pytest.mark.parametrize("schedule", NAMES)
 def test_edges(schedule: Name) -> None:
     assert rates(1, schedule=schedule) == [1.0]
-    assert rates(4, schedule=schedule, warmup=4) == [0.25, 0.5, 0.75, 1.0]
-    assert rates(2, schedule=schedule, warmup=8) == [0.125, 0.25]
+    assert rates(4, schedule=schedule, warmup_steps=4) == [0.25, 0.5, 0.75, 1.0]
+    assert rates(2, schedule=schedule, warmup_steps=8) == [0.125, 0.25]
     optimizer, train = OptimizerConfig(lr=1.0, schedule=schedule, min_ratio=0.3), TrainConfig(steps=7)
     assert learning_rate(optimizer, train, 700) == learning_rate(optimizer, train, 6)
 
@@ -65,7 +65,7 @@ def test_edges(schedule: Name) -> None:
     "rule, base, expected", [("none", 64, 1.0), ("linear", 64, 4.0), ("sqrt", 64, 2.0), ("linear", 0, 1.0)]
 )
 def test_rule_for_another_global_batch(rule: Literal["none", "linear", "sqrt"], base: int, expected: float) -> None:
-    optimizer = OptimizerConfig(lr=1.0, batch_rule=rule, base_global_batch=base, warmup=2, min_ratio=0.5)
+    optimizer = OptimizerConfig(lr=1.0, batch_rule=rule, base_global_batch=base, warmup_steps=2, min_ratio=0.5)
     train = TrainConfig(steps=9, global_batch=256)
     assert peak_lr(optimizer, train) == expected
     assert learning_rate(optimizer, train, 0) == expected / 2
@@ -82,7 +82,7 @@ def test_rule_for_another_global_batch(rule: Literal["none", "linear", "sqrt"], 
     lr=st.floats(1e-6, 10),
 )
 def test_shape(schedule: Name, steps: int, warmup: int, decay: int, ratio: float, lr: float) -> None:
-    optimizer = OptimizerConfig(lr=lr, schedule=schedule, warmup=warmup, decay=decay, min_ratio=ratio)
+    optimizer = OptimizerConfig(lr=lr, schedule=schedule, warmup_steps=warmup, decay_steps=decay, min_ratio=ratio)
     train = TrainConfig(steps=steps)
     got = [learning_rate(optimizer, train, step) for step in range(steps)]
     top, slack = max(warmup - 1, 0), lr * 1e-12

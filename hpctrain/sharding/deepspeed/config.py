@@ -7,7 +7,7 @@ from typing import Any
 
 from hpctrain.config.schema import RunConfig
 from hpctrain.layout.parameters import parameter_specs
-from hpctrain.sharding.none.scaler import GROWTH_INTERVAL, SMALLEST
+from hpctrain.sharding.scaler import GROWTH_INTERVAL, SMALLEST
 
 
 def deepspeed_config(config: RunConfig) -> dict[str, Any]:

@@ -20,6 +20,7 @@ from hpctrain.sharding.deepspeed import patches, state
 from hpctrain.sharding.deepspeed.config import deepspeed_config
 from hpctrain.sharding.deepspeed.gather import make_fetchable
 from hpctrain.sharding.deepspeed.groups import MeshUnit
+from hpctrain.sharding.deepspeed.traffic import CountedBackend
 from hpctrain.sharding.engine import Engine, StepResult, Ticket
 from hpctrain.sharding.state import WEIGHT, Piece, StateReader
 
@@ -99,6 +100,7 @@ class DeepSpeedEngine(Engine):
             whole = masters.pop(fragment.name).flatten()[fragment.start : fragment.start + fragment.numel]
             self._store.write(fragment, WEIGHT, whole.float())
         self._valid_tokens = 1
+        self._counted = CountedBackend(mesh)
 
     def begin_step(self, valid_tokens: int, micro_batches: int) -> None:
         self._valid_tokens = max(valid_tokens, 1)
@@ -146,6 +148,7 @@ class DeepSpeedEngine(Engine):
             self._zero.loss_scale = scalars["loss_scale"]
 
     def close(self) -> None:
+        self._counted.close()
         self._engine.destroy()
         patches.forget(self._unit, self._engine.module)
 

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from hpctrain.layout.boxes import meet, within
 from hpctrain.layout.placement import Index, Placement, flat_boxes
 from hpctrain.sharding.state import KINDS, MOMENTS, WEIGHT, Piece, StateReader
 
@@ -24,13 +25,13 @@ Slices = tuple[slice, ...]
 
 
 @dataclass(frozen=True)
-class Region:
+class Section:
     """Part of a fragment that is one box of the logical tensor.
 
     Attributes:
         first: where the flat block that holds it begins in the fragment.
         block: shape of that block; it is whole in the fragment.
-        inside: the region within the block.
+        inside: the section within the block.
         start: where it begins in the logical tensor.
         shape: its shape.
     """
@@ -42,21 +43,20 @@ class Region:
     shape: Index
 
     def view(self, values: Tensor) -> Tensor:
-        """The region of a fragment's flat values."""
+        """The section of a fragment's flat values."""
         return values[self.first : self.first + math.prod(self.block)].view(self.block)[self.inside]
 
 
-def regions(placement: Placement, start: int, numel: int) -> tuple[Region, ...]:
-    """The regions of the flat range `[start, start + numel)` of a rank's local tensor."""
+def sections(placement: Placement, start: int, numel: int) -> tuple[Section, ...]:
+    """The sections of the flat range `[start, start + numel)` of a rank's local tensor."""
     out, first = [], 0
     for block in flat_boxes(placement.local_shape, start, numel):
         for box in placement.boxes:
-            low = tuple(map(max, block.start, box.local))
-            high = tuple(min(a + n, b + m) for a, n, b, m in zip(block.start, block.shape, box.local, box.shape))
-            if all(a < b for a, b in zip(low, high)):
-                inside = tuple(slice(a - s, b - s) for a, b, s in zip(low, high, block.start))
+            common = meet((block.start, block.shape), (box.local, box.shape))
+            if common is not None:
+                low, shape = common
                 at = tuple(g + a - s for g, a, s in zip(box.start, low, box.local))
-                out.append(Region(first, block.shape, inside, at, tuple(b - a for a, b in zip(low, high))))
+                out.append(Section(first, block.shape, within(common, block.start), at, shape))
         first += block.numel
     return tuple(out)
 
@@ -191,16 +191,16 @@ def pieces(store: Store, placements: Mapping[str, Placement], rank: int) -> Iter
         placement = placements[fragment.name]
         if placement.owner == rank:
             for kind in KINDS:
-                for region in regions(placement, fragment.start, fragment.numel):
-                    yield _piece(store, fragment, placement, kind, region)
+                for section in sections(placement, fragment.start, fragment.numel):
+                    yield _piece(store, fragment, placement, kind, section)
 
 
-def _piece(store: Store, fragment: Fragment, placement: Placement, kind: str, region: Region) -> Piece:
+def _piece(store: Store, fragment: Fragment, placement: Placement, kind: str, section: Section) -> Piece:
     def fetch() -> Tensor:
-        return torch.empty(region.shape).copy_(region.view(store.read(fragment, kind)))
+        return torch.empty(section.shape).copy_(section.view(store.read(fragment, kind)))
 
-    shape, start = placement.global_shape, region.start
-    return Piece(fragment.name, kind, shape, start, region.shape, torch.float32, fetch)
+    shape, start = placement.global_shape, section.start
+    return Piece(fragment.name, kind, shape, start, section.shape, torch.float32, fetch)
 
 
 def load(store: Store, placements: Mapping[str, Placement], reader: StateReader, step: int) -> None:
@@ -210,7 +210,7 @@ def load(store: Store, placements: Mapping[str, Placement], reader: StateReader,
         placement = placements[fragment.name]
         for kind in KINDS:
             values = torch.empty(fragment.numel)
-            for region in regions(placement, fragment.start, fragment.numel):
-                region.view(values).copy_(reader.read(fragment.name, kind, region.start, region.shape))
+            for section in sections(placement, fragment.start, fragment.numel):
+                section.view(values).copy_(reader.read(fragment.name, kind, section.start, section.shape))
             store.write(fragment, kind, values.to(fragment.parameter.device))
     store.publish()

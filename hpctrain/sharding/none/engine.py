@@ -19,8 +19,8 @@ from hpctrain.layout.placement import Box, Placement
 from hpctrain.parallel.mesh import Mesh
 from hpctrain.sharding.engine import Engine, StepResult, Ticket
 from hpctrain.sharding.none.buckets import GradientBuckets
-from hpctrain.sharding.none.scaler import LossScale
 from hpctrain.sharding.norm import clip_factor, global_norm, sum_of_squares
+from hpctrain.sharding.scaler import LossScale
 from hpctrain.sharding.state import KINDS, MOMENTS, WEIGHT, Piece, StateReader, balance, region
 
 COMPUTE = {"float32": torch.float32, "float64": torch.float64, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -48,7 +48,8 @@ class PlainEngine(Engine):
             config.train.overlap,
         )
         self.gradients = {name: self.buckets.gradients()[p] for name, p in self.working.items()}
-        self.counted = [self.gradients[name] for name in self.working if records[name].owner == mesh.rank]
+        owned = [records[name].owner == mesh.rank for name in self.gradients]
+        self.counted = torch.tensor(owned, device=mesh.device)
         self.clip = options.clip
         self.optimizer = _adamw(self.masters, {s.name: s.decay for s in parameter_specs(config.model)}, options)
         self.updates, self.valid_tokens = 0, 0
@@ -68,17 +69,18 @@ class PlainEngine(Engine):
         else:
             torch.autograd.backward(ticket.output, grad)
 
-    def step(self, lr: float) -> StepResult:
+    def step(self, lr: float, loss_finite: bool = True) -> StepResult:
         self.buckets.finish()
-        norm = global_norm(sum_of_squares(self.counted), self.mesh.model) / self.scale.value
-        finite = math.isfinite(norm)
-        if finite:
+        squares = sum_of_squares(list(self.gradients.values()), self.counted)
+        norm = global_norm(squares, self.mesh.model) / self.scale.value
+        if loss_finite and math.isfinite(norm):
             factor = clip_factor(norm, self.clip) / self.scale.value
             if factor != 1.0:
                 self.buckets.scale(factor)
             self._update(lr)
-        self.scale.update(overflowed=not finite)
-        return StepResult(norm, skipped=not finite)
+            self.scale.update(overflowed=False)
+            return StepResult(norm, skipped=False)
+        return StepResult(norm, skipped=True, backed_off=loss_finite and self.scale.update(overflowed=True))
 
     def evaluate(self, chunk: int, *inputs: Any) -> Tensor:
         self.chunks[chunk].eval()
@@ -96,13 +98,12 @@ class PlainEngine(Engine):
                         yield self._piece(record, kind, box)
 
     def scalars(self) -> dict[str, float]:
-        return {"step": float(self.updates), "loss_scale": self.scale.value}
+        return {"step": float(self.updates), **self.scale.scalars()}
 
     def load(self, reader: StateReader) -> None:
         scalars = reader.scalars()
         self.updates = int(scalars["step"])
-        if self.scale.dynamic and "loss_scale" in scalars:
-            self.scale.value = scalars["loss_scale"]
+        self.scale.load(scalars)
         for name, record in self.records.items():
             for kind in KINDS:
                 for box in record.boxes:
@@ -141,9 +142,9 @@ class PlainEngine(Engine):
         if kind == WEIGHT:
             return self.masters[name]
         state = self.optimizer.state[self.masters[name]]
-        for moment in MOMENTS:
-            state.setdefault(moment, torch.zeros_like(self.masters[name]))
-        state.setdefault("step", torch.tensor(0.0))
+        if not state:
+            state["step"] = torch.tensor(0.0)
+            state.update({moment: torch.zeros_like(self.masters[name]) for moment in MOMENTS})
         value: Tensor = state[kind]
         return value
 

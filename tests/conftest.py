@@ -98,6 +98,7 @@ def slurm_lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[lab.Cluster]
 def slurm(slurm_lab: lab.Cluster) -> Iterator[lab.Cluster]:
     """The same with no job on it, before and after."""
     yield slurm_lab
+    lab.up(slurm_lab.spec)  # whatever a test that failed has left dead
     slurm_lab.run(["scancel", "--user=root"])
     deadline = time.monotonic() + 30
     while set(slurm_lab.node_states().values()) != {"idle"}:

@@ -121,12 +121,14 @@ def test_preempted_job_is_warned_and_requeued(slurm: Cluster, tmp_path: Path) ->
 
 
 def test_job_outlives_its_slurmd(slurm: Cluster, tmp_path: Path) -> None:
-    log = tmp_path / "log"
-    job = sbatch(slurm, f"sleep 3; echo done >{log}", "--nodelist=n2")
-    wait_until(lambda: state(slurm, job) == "RUNNING")
+    begun, go, log = (tmp_path / name for name in ("begun", "go", "log"))
+    waits = f"touch {begun}; for i in {{1..600}}; do [ -e {go} ] && break; sleep 0.1; done; echo done >{log}"
+    job = sbatch(slurm, waits, "--nodelist=n2")
+    wait_until(begun.exists)
     kill_node(slurm.spec, "n2", slurmd_only=True)
     assert [row["daemons"] for row in status(slurm)["machines"] if row["name"] == "n2"] == [["slurmstepd"]]
     start_node(slurm.spec, "n2")
+    go.touch()
     wait_until(log.exists)
     wait_until(lambda: state(slurm, job) == "")
 

@@ -37,7 +37,7 @@ train: $(STAMP) ## install, build a corpus from Python's own sources, train the 
 	$(BIN)/hpctrain train gpt-tiny $(ARGS)
 
 test: $(STAMP) ## install, run all tests (ARGS="-k name", WORKERS=2)
-	$(BIN)/python -m pytest -n $(WORKERS) $(ARGS)
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup $(ARGS)
 
 bench: $(STAMP) ## measure speed beside other tools; minutes, wants a quiet machine
 	$(BIN)/python benchmarks/run.py $(ARGS)

@@ -71,5 +71,9 @@ class LaunchError(HpctrainError):
     """Ranks that cannot be started or cannot find each other."""
 
 
+class LabError(HpctrainError):
+    """A practice cluster that cannot be brought up, reached or taken down."""
+
+
 class TrainError(HpctrainError):
     """Training that had to stop, for example after too many non-finite steps."""

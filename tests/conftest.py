@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import sys
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -14,6 +15,8 @@ import pytest
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
+from hpctrain import lab
+from hpctrain.lab import requirements
 from hpctrain.launch.zygote import Zygote
 
 PARENT = Zygote(
@@ -30,14 +33,29 @@ PARENT = Zygote(
 )
 """Forked here, before anything in this process imports torch or computes."""
 
+NO_LAB = requirements.obstacle(accounting=True)
+"""Why no private Slurm can be brought up on this machine; None if one can."""
+
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Tests marked `gpu` are left out, not skipped, where there is no CUDA device or nobody asked for them."""
-    if "gpu" in (config.option.markexpr or ""):
-        return
-    left_out = [item for item in items if item.get_closest_marker("gpu")]
+    """Tests that this machine cannot run are left out, not skipped.
+
+    Those marked `gpu` where nobody asked for them; those marked `slurm` where no lab can be brought up. In CI the
+    latter stay, and fail.
+    """
+    marks = set()
+    if "gpu" not in (config.option.markexpr or ""):
+        marks.add("gpu")
+    if NO_LAB and not os.environ.get("CI"):
+        marks.add("slurm")
+    left_out = [item for item in items if any(item.get_closest_marker(mark) for mark in marks)]
     items[:] = [item for item in items if item not in left_out]
     config.hook.pytest_deselected(items=left_out)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    if NO_LAB and not os.environ.get("CI"):
+        terminalreporter.write_line(f"Tests marked slurm were left out: {NO_LAB}")
 
 
 @pytest.fixture
@@ -67,3 +85,21 @@ def ranks(zygote: Zygote) -> Callable[..., list[Any]]:
         return zygote.run(function, world, *args, timeout_s=timeout_s)
 
     return run
+
+
+@pytest.fixture(scope="session")
+def slurm_lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[lab.Cluster]:
+    """A private Slurm of 4 nodes with 4 GPUs each, shared by all tests marked `slurm`."""
+    with lab.cluster(lab.LabSpec(tmp_path_factory.mktemp("lab"), grace_s=2)) as cluster:
+        yield cluster
+
+
+@pytest.fixture
+def slurm(slurm_lab: lab.Cluster) -> Iterator[lab.Cluster]:
+    """The same with no job on it, before and after."""
+    yield slurm_lab
+    slurm_lab.run(["scancel", "--user=root"])
+    deadline = time.monotonic() + 30
+    while set(slurm_lab.node_states().values()) != {"idle"}:
+        assert time.monotonic() < deadline, slurm_lab.node_states()
+        time.sleep(0.1)

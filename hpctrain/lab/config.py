@@ -1,0 +1,176 @@
+"""Every file that the daemons of a lab read, as text: a pure function of the `LabSpec`."""
+
+from __future__ import annotations
+
+from hpctrain.lab.spec import HEAD, LabSpec
+
+CLUSTER = "lab"
+DATABASE = "slurm_acct_db"
+
+
+def files(spec: LabSpec) -> dict[str, str]:
+    """Name in `spec.etc` and content."""
+    made = {
+        "slurm.conf": slurm_conf(spec),
+        "topology.conf": topology_conf(spec),
+        "cgroup.conf": cgroup_conf(spec),
+        "hosts": hosts(spec),
+        "machine.sh": machine_script(spec),
+    }
+    if spec.gpus:
+        made["gres.conf"] = gres_conf(spec)
+    if spec.accounting:
+        made["slurmdbd.conf"] = slurmdbd_conf(spec)
+    return made
+
+
+def slurm_conf(spec: LabSpec) -> str:
+    """Two partitions on all nodes: `high` preempts `batch`, whose jobs are warned, ended and requeued."""
+    sections = (_daemons(spec), _scheduling(spec), _accounting(spec), *_nodes(spec))
+    return "\n".join(sections)
+
+
+def _daemons(spec: LabSpec) -> str:
+    # TmpFS: slurmstepd makes PMIx's folders there, under a name that all nodes share.
+    return f"""\
+ClusterName={CLUSTER}
+SlurmctldHost={HEAD}({spec.address(HEAD)})
+SlurmctldPort={spec.controller_port}
+SlurmUser=root
+AuthType=auth/munge
+AuthInfo=socket={spec.munge_socket},cred_expire={spec.requeue_delay_s}
+CredType=cred/munge
+MpiDefault=none
+MailProg=/bin/true
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+SlurmdParameters=config_overrides
+SlurmctldPidFile={spec.run}/slurmctld.pid
+SlurmdPidFile={spec.run}/slurmd.%n.pid
+SlurmctldLogFile={spec.log("slurmctld")}
+SlurmdLogFile={spec.log("slurmd.%n")}
+StateSaveLocation={spec.folder}/state
+SlurmdSpoolDir={spec.folder}/%n/spool
+TmpFS={spec.folder}/%n/tmp
+"""
+
+
+def _scheduling(spec: LabSpec) -> str:
+    return f"""\
+MessageTimeout={spec.message_timeout_s}
+SlurmdTimeout={spec.slurmd_timeout_s}
+KillWait={spec.kill_wait_s}
+InactiveLimit=0
+MinJobAge=600
+ReturnToService=2
+FirstJobId={spec.first_job}
+JobRequeue=1
+SelectType=select/cons_tres
+SelectTypeParameters=CR_Core
+TopologyPlugin=topology/tree
+SchedulerType=sched/backfill
+SchedulerParameters=sched_interval=2,bf_interval=2,batch_sched_delay=0
+PreemptType=preempt/partition_prio
+PreemptMode=REQUEUE
+SlurmctldParameters=preempt_send_user_signal
+"""
+
+
+def _accounting(spec: LabSpec) -> str:
+    if not spec.accounting:
+        return "AccountingStorageType=accounting_storage/none\n"
+    # For slurmdbd the "password" is the socket of munge; AuthInfo does not count.
+    return f"""\
+AccountingStorageType=accounting_storage/slurmdbd
+AccountingStorageHost={spec.address(HEAD)}
+AccountingStoragePort={spec.accounting_port}
+AccountingStoragePass={spec.munge_socket}
+JobAcctGatherType=jobacct_gather/linux
+JobAcctGatherFrequency=2
+"""
+
+
+def _nodes(spec: LabSpec) -> tuple[str, str]:
+    sockets = 2 if spec.cpus % 2 == 0 else 1
+    size = (
+        f"CPUs={spec.cpus} Sockets={sockets} CoresPerSocket={spec.cpus // sockets} ThreadsPerCore=1 "
+        f"RealMemory={spec.memory_mb}" + (f" Gres=gpu:{spec.gpus}" if spec.gpus else "")
+    )
+    nodes = [f"NodeName={n} NodeAddr={spec.address(n)} Port={spec.node_port(n)} {size}" for n in spec.node_names]
+    if spec.gpus:
+        nodes.insert(0, "GresTypes=gpu")
+    partitions = (
+        f"PartitionName=batch Nodes=ALL Default=YES PriorityTier=1 PreemptMode=REQUEUE GraceTime={spec.grace_s}",
+        "PartitionName=high Nodes=ALL PriorityTier=10 PreemptMode=OFF",
+    )
+    return "\n".join(nodes) + "\n", "\n".join(partitions) + "\n"
+
+
+def gres_conf(spec: LabSpec) -> str:
+    """Character devices: with plain files jobs are given GPUs, but CUDA_VISIBLE_DEVICES stays empty."""
+    return "".join(
+        f"NodeName={n} Name=gpu File={spec.home(n)}/{_numbered('gpu', range(spec.gpus))}\n" for n in spec.node_names
+    )
+
+
+def topology_conf(spec: LabSpec) -> str:
+    """Two leaf switches under a spine, the first with the larger half of the nodes."""
+    half = (spec.nodes + 1) // 2
+    leaves = [names for names in (range(half), range(half, spec.nodes)) if names]
+    lines = [f"SwitchName=leaf{i} Nodes={_numbered('n', names)}" for i, names in enumerate(leaves)]
+    spine = f"SwitchName=spine Switches={_numbered('leaf', range(len(leaves)))}"
+    return "\n".join((*lines, spine)) + "\n"
+
+
+def _numbered(stem: str, numbers: range) -> str:
+    """A run of names as Slurm writes it: `n[0-3]`, or `n0` where there is one."""
+    return f"{stem}[{numbers[0]}-{numbers[-1]}]" if len(numbers) > 1 else f"{stem}{numbers[0]}"
+
+
+def cgroup_conf(spec: LabSpec) -> str:
+    """slurmd looks for control groups even where it is told to use none."""
+    return "CgroupPlugin=cgroup/v1\n" if spec.cgroup == 1 else "CgroupPlugin=cgroup/v2\nIgnoreSystemd=yes\n"
+
+
+def slurmdbd_conf(spec: LabSpec) -> str:
+    """Accounting. The database knows no passwords: its socket lies in a folder for root alone."""
+    return f"""\
+AuthType=auth/munge
+AuthInfo=socket={spec.munge_socket}
+DbdHost={HEAD}
+DbdAddr={spec.address(HEAD)}
+DbdPort={spec.accounting_port}
+SlurmUser=root
+LogFile={spec.log("slurmdbd")}
+PidFile={spec.run}/slurmdbd.pid
+StorageType=accounting_storage/mysql
+StorageHost=localhost
+StorageUser=root
+StoragePass=none
+StorageLoc={DATABASE}
+"""
+
+
+def hosts(spec: LabSpec) -> str:
+    """Names of the machines, as the machines see them; goes below what `/etc/hosts` has."""
+    return "".join(f"{spec.address(name)} {name}\n" for name in spec.machines)
+
+
+def machine_script(spec: LabSpec) -> str:
+    """Process 1 of each machine, in namespaces of its own: whatever runs on the machine ends with it.
+
+    It also ends by itself when the folder of the lab is gone.
+    """
+    return f"""\
+set -e
+name=$1
+hostname "$name"
+cat /etc/hosts "{spec.etc}/hosts" >"{spec.folder}/$name/hosts"
+mount --bind "{spec.folder}/$name/hosts" /etc/hosts
+mount -t tmpfs -o mode=1777 shm /dev/shm
+: >"{spec.run}/$name.up"
+while [ -e "{spec.folder}/lab.json" ]; do
+  sleep 5 &
+  wait $!
+done
+"""

@@ -1,0 +1,207 @@
+"""Jobs on Slurm, through submitit: it pickles the entry point and names the files; the script is ours."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import shutil
+import sys
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from submitit.core.utils import DelayedSubmission
+from submitit.slurm.slurm import SlurmExecutor, SlurmJob
+
+from hpctrain.config.schema import RunConfig
+from hpctrain.errors import LaunchError
+from hpctrain.launch import client, snapshot
+from hpctrain.launch.environment import submission_environment
+from hpctrain.launch.jobs import Job, cancel, refuse_second
+from hpctrain.launch.profile import Site
+from hpctrain.launch.sbatch import JobFolders, Options, sbatch_text
+from hpctrain.launch.task import slurm_task
+
+Entry = tuple[Callable[..., Any], tuple[Any, ...]]
+"""What each rank calls: a function that is importable by name, and plain arguments."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """One submission.
+
+    Attributes:
+        configs: of the run; of a sweep, one for each element of the job array.
+        entries: what the ranks of each call.
+        home: working directory of the job: the run folder, or the folder of the sweep.
+        site: profile of the cluster.
+        options: of sbatch.
+        chain: jobs that follow each other, each when the one before it has ended.
+    """
+
+    configs: tuple[RunConfig, ...]
+    entries: tuple[Entry, ...]
+    home: Path
+    site: Site
+    options: Options
+    chain: int = 1
+
+    @property
+    def array(self) -> bool:
+        return bool(self.options.elements)
+
+
+def folders(request: Request, code: Path | None) -> JobFolders:
+    """Where the files of a submission are."""
+    corpora = {config.data.corpus.parent for config in request.configs}
+    others = {c.checkpoint.continue_from for c in request.configs if c.checkpoint.continue_from}
+    return JobFolders(request.home, code, tuple(sorted(corpora | others)))
+
+
+def script(request: Request, code: Path | None) -> str:
+    """The text that sbatch would be given."""
+    config = request.configs[0].model_copy(update={"name": request.home.name})
+    where = folders(request, code)
+    return sbatch_text(config, request.site, request.options, where, sys.executable, client.version())
+
+
+def submit(request: Request, warn: Callable[[str], None]) -> list[Job]:
+    """Queue a submission. Either all of it is queued, or nothing is and nothing is left of it.
+
+    Args:
+        request: whose settings were checked.
+        warn: takes one line of text.
+
+    Returns:
+        The job of each configuration, written into its run folder too.
+
+    Raises:
+        LaunchError: the run has a job already, or Slurm refuses, in its own words.
+    """
+    for config in request.configs:
+        refuse_second(config.run_folder)
+    with ExitStack() as undo:
+        for folder in (request.home, *(config.run_folder for config in request.configs)):
+            _make(folder, undo)
+        code = _code(request.home, undo, warn)
+        where = folders(request, code)
+        _make(where.logs, undo)
+        _make(where.jobs.parent, undo)
+        text = script(request, code)
+        chain: list[list[str]] = []
+        for _ in range(request.chain):
+            after = chain[-1][0] if chain else None
+            options = replace(request.options, after=after)
+            link = script(replace(request, options=options), code) if after else text
+            chain.append(_Executor(where, link, undo).send(request.entries, request.array))
+            undo.callback(_withdraw, chain[-1])
+        jobs = [_job(request, [link[index] for link in chain], where) for index in range(len(request.configs))]
+        for config, job in zip(request.configs, jobs):
+            job.write(config.run_folder)
+        undo.pop_all()
+    return jobs
+
+
+def _job(request: Request, ids: Sequence[str], where: JobFolders) -> Job:
+    now = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
+    given = {name: value for name, value in vars(request.options).items() if value}
+    return Job(tuple(ids), now, where.logs, where.code, request.site.name, given)
+
+
+def _make(folder: Path, undo: ExitStack) -> None:
+    """Make a folder and its parents; those that were not there go again, when they are empty, if it comes to that."""
+    missing = [path for path in (folder, *folder.parents) if not path.exists()]
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise LaunchError(f"{folder} cannot be made ({error.strerror}): the run folder must be writable.") from None
+    for path in reversed(missing):
+        undo.callback(_remove_empty, path)
+
+
+def _remove_empty(folder: Path) -> None:
+    with suppress(OSError):
+        folder.rmdir()
+
+
+def _code(home: Path, undo: ExitStack, warn: Callable[[str], None]) -> Path | None:
+    top = snapshot.checkout()
+    if top is None:
+        return None
+    _make(home / "code", undo)
+    stamp = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
+    target = home / "code" / f"{stamp}-{uuid.uuid4().hex[:6]}"
+    undo.callback(shutil.rmtree, target, ignore_errors=True)
+    loose = snapshot.take(top, target)
+    if loose:
+        warn(f"{len(loose)} files that git does not track are not in the job's code, for example {loose[0]}: git add.")
+    return target
+
+
+def _withdraw(ids: Sequence[str]) -> None:
+    with suppress(LaunchError):
+        cancel(ids)
+
+
+class _Executor(SlurmExecutor):
+    """submitit's executor with our script, and sbatch called in a clean environment and with a time limit.
+
+    submitit keeps a file for each pickle and script under a temporary name until it knows the job's id.
+    """
+
+    def __init__(self, where: JobFolders, text: str, undo: ExitStack) -> None:
+        super().__init__(where.jobs, python=sys.executable)
+        self._text, self._undo, self._home = text, undo, where.home
+
+    def send(self, entries: Sequence[Entry], array: bool) -> list[str]:
+        """Queue one job, an array where it is asked for; the id of each entry's."""
+        tasks = [DelayedSubmission(slurm_task, function, args) for function, args in entries]
+        with self._clean():
+            if not array:
+                return [job.job_id for job in self._internal_process_submissions(tasks)]
+            return self._send_array(tasks)
+
+    def _send_array(self, tasks: Sequence[DelayedSubmission]) -> list[str]:
+        pickles = []
+        for task in tasks:
+            pickles.append(self._parent / f"{uuid.uuid4().hex}.pkl")
+            task.set_timeout(0, 0)
+            task.dump(pickles[-1])
+        first = self._submit_command("").job_id
+        jobs: list[SlurmJob[Any]] = [SlurmJob(self.folder, f"{first}_{i}", [0]) for i in range(len(tasks))]
+        for job, pickle in zip(jobs, pickles):
+            job.paths.move_temporary_file(pickle, "submitted_pickle")
+        return [job.job_id for job in jobs]
+
+    @property
+    def _parent(self) -> Path:
+        return Path(self.folder).parent
+
+    @contextmanager
+    def _clean(self) -> Iterator[None]:
+        """Temporary files go whatever happens; those that the job needs have other names by then."""
+        before = set(self._parent.iterdir())
+        try:
+            yield
+        finally:
+            for path in set(self._parent.iterdir()) - before:
+                if path.suffix in (".pkl", ".sh"):
+                    path.unlink(missing_ok=True)
+
+    def _submit_command(self, command: str) -> SlurmJob[Any]:
+        path = self._parent / f".submission_file_{uuid.uuid4().hex}.sh"
+        path.write_text(self._text)
+        try:
+            said = client.call(["sbatch", "--parsable", str(path)], submission_environment(os.environ))
+        except client.SlurmError as error:
+            if not error.said:
+                raise
+            raise LaunchError(f"Slurm refused the job: {client.reason(error.said)}.") from None
+        job_id = said.strip().splitlines()[-1].split(";")[0]  # id;cluster where there are several
+        job: SlurmJob[Any] = SlurmJob(self.folder, job_id, [0])
+        self._undo.callback(shutil.rmtree, job.paths.folder, ignore_errors=True)
+        job.paths.move_temporary_file(path, "submission_file")
+        return job

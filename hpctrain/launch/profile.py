@@ -35,7 +35,6 @@ OWN_FLAGS = {
     *("array", "chdir", "cpus-per-task", "dependency", "error", "gpus-per-node", "gres", "job-name", "nodes", "ntasks"),
     *("ntasks-per-node", "open-mode", "output", "requeue", "signal"),
 }
-)
 """Flags of sbatch that are written from the configuration, so a profile cannot set them."""
 
 

@@ -21,7 +21,6 @@ _STUCK = {
     *("PartitionDown", "PartitionInactive", "PartitionNodeLimit", "PartitionTimeLimit", "QOSNotAllowed"),
     *("JobHeldAdmin", "JobHeldUser"),
 }
-)
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ def anchored(config: RunConfig) -> RunConfig:
 
 
 def sweep(recipe: str, overrides: Sequence[str], axes: Sequence[str]) -> tuple[RunConfig, ...]:
-    """The elements of a job array: one for each value of `KEY=v1,v2`, or for each combination where there are more axes.
+    """The elements of a job array: one for each value of `KEY=v1,v2`; of more such axes, one for each combination.
 
     Element runs lie in the run folder of the plain configuration, each under the name of its values.
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from hpctrain.cli.table import columns
 from hpctrain.errors import LaunchError
 
 if TYPE_CHECKING:
@@ -40,13 +41,8 @@ def jobs(folder: Path, as_json: bool) -> None:
     if not rows:
         click.echo(f"no run in {folder} was submitted")
         return
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(*rows[0], box=None, pad_edge=False)
-    for row in rows:
-        table.add_row(*("" if value is None else str(value) for value in row.values()))
-    Console(soft_wrap=True).print(table)
+    for line in columns(rows):
+        click.echo(line)
 
 
 def _row(run: Path, job: Job, state: JobState) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from hpctrain.cli.table import columns
 from hpctrain.errors import ConfigError, LaunchError
 
 if TYPE_CHECKING:
@@ -111,11 +112,8 @@ def _show_plan(request: Request, as_json: bool) -> None:
         click.echo(json.dumps({"script": text, "runs": runs, "ranks": [place.plain() for place in places]}, indent=2))
         return
     click.echo(text)
-    rows = summary(places) if len(places) > RANKS_SHOWN else [{k: str(v) for k, v in p.plain().items()} for p in places]
-    widths = {name: max(len(name), *(len(row[name]) for row in rows)) for name in rows[0]}
-    click.echo("  ".join(f"{name:>{width}}" for name, width in widths.items()))
-    for row in rows:
-        click.echo("  ".join(f"{row[name]:>{width}}" for name, width in widths.items()))
+    for line in columns(summary(places) if len(places) > RANKS_SHOWN else [place.plain() for place in places]):
+        click.echo(line)
     for config in request.configs:
         click.echo(f"run folder {config.run_folder}")
 

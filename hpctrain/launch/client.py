@@ -72,7 +72,8 @@ def reason(said: str) -> str:
     detail, last = lines[:-1], lines[-1]
     for heading in _HEADINGS:
         last = last.removeprefix(heading)
-    return "; ".join(dict.fromkeys([last, *detail[-1:]])).rstrip(".")
+    last = last.rstrip(".")
+    return f"{last} ({detail[-1].rstrip('.')})" if detail and detail[-1] != last else last
 
 
 def version() -> str | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import getpass
 import json
 import time
 from collections.abc import Iterator, Sequence
@@ -103,8 +102,7 @@ def states(ids: Sequence[str]) -> dict[str, JobState]:
         SlurmError: Slurm does not answer.
     """
     format_ = f"--format={SQUEUE_FORMAT}"
-    mine = f"--user={getpass.getuser()}"
-    queue = from_squeue(call(["squeue", "--noheader", "--array", "--states=all", mine, format_]))
+    queue = from_squeue(call(["squeue", "--noheader", "--array", "--states=all", "--me", format_]))
     found = {job: queue[job] for job in ids if job in queue}
     missing = [job for job in ids if job not in found]
     if missing:

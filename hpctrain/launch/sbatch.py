@@ -147,7 +147,7 @@ def _srun(config: RunConfig, profile: Profile, folders: JobFolders, python: str)
         arguments += _container_srun_args(profile.container, folders)
         command = _in_container(profile.container, folders, command)
     arguments += [f'--output="{folders.logs}/$job/rank-%t.log"', *map(shlex.quote, profile.srun_args)]
-    return " \\\n  ".join([" ".join(arguments), " ".join(command)])
+    return " \\\n  ".join([*arguments, " ".join(command)])
 
 
 def _mounts(container: Container, folders: JobFolders) -> list[str]:

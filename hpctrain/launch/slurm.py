@@ -199,7 +199,10 @@ class _Executor(SlurmExecutor):
         except client.SlurmError as error:
             if not error.said:
                 raise
-            raise LaunchError(f"Slurm refused the job: {client.reason(error.said)}.") from None
+            raise LaunchError(
+                f"Slurm refused the job: {client.reason(error.said)}; change what it asks for in the profile, "
+                "or with --partition, --account, --qos, --time, cluster.nodes and cluster.gpus_per_node."
+            ) from None
         job_id = said.strip().splitlines()[-1].split(";")[0]  # id;cluster where there are several
         job: SlurmJob[Any] = SlurmJob(self.folder, job_id, [0])
         self._undo.callback(shutil.rmtree, job.paths.folder, ignore_errors=True)

@@ -1,0 +1,223 @@
+"""Submission on a real Slurm: what ranks find, refusals that leave nothing, arrays, chains, snapshots, requeueing."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from hpctrain.errors import LaunchError
+from hpctrain.lab import Cluster
+from hpctrain.launch.jobs import Job, cancel, locate, refuse_second, requeue, states, wait
+from hpctrain.launch.plan import rank_plan
+from hpctrain.launch.slurm import Request, submit
+from tests.launch import jobs
+from tests.launch.submission import request, run_config
+
+pytestmark = [pytest.mark.slurm, pytest.mark.xdist_group("slurm")]
+
+ROOT = Path(__file__).parents[2]
+OUTER = ("SLURM", "SBATCH", "SRUN", "SQUEUE", "SACCT", "PMI", "CUDA_VISIBLE_DEVICES")
+
+
+@pytest.fixture(autouse=True)
+def on_the_lab(slurm: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    """This process is a user of the lab."""
+    import os
+
+    for name in list(os.environ):
+        if name.startswith(OUTER):
+            monkeypatch.delenv(name)
+    for name, value in slurm.environment().items():
+        monkeypatch.setenv(name, value)
+
+
+def send(made: Request) -> list[Job]:
+    def warn(text: str) -> None:
+        assert "git does not track" in text
+
+    return submit(made, warn)
+
+
+def done(*ids: str) -> list[str]:
+    return [state.state for state in wait(ids, 0.3)]
+
+
+def reports(folder: Path) -> list[dict[str, object]]:
+    return [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"), key=lambda path: int(path.stem))]
+
+
+def until(true: Callable[[], object], timeout_s: float = 30.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not true():
+        assert time.monotonic() < deadline, "it did not come true"
+        time.sleep(0.1)
+
+
+def test_ranks_find_what_the_plan_says(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    made = request(tmp_path, jobs.report, str(out), nodes=2, ranks=2)
+    (job,) = send(made)
+    assert done(*job.ids) == ["COMPLETED"], (job.logs / job.ids[0] / "rank-0.log").read_text()
+    found = reports(out)
+    places = [(p.rank, p.node, p.local_rank) for p in rank_plan(made.configs[0])]
+    assert [(r["rank"], int(r["SLURM_NODEID"]), r["local_rank"]) for r in found] == places
+    assert {(r["world"], r["local_world"]) for r in found} == {(4, 2)}
+    assert {r["CUDA_VISIBLE_DEVICES"] for r in found} == {"0,1"}, "each rank sees all GPUs that the node was asked for"
+    assert {r["SLURM_CPUS_PER_TASK"] for r in found} == {"2"}, "srun was told again"
+    assert {str(r["code"]) for r in found} == {str(job.code / "hpctrain" / "__init__.py")}
+    assert {r["cwd"] for r in found} == {str(tmp_path / "run")}
+    assert {tuple(r["handlers"]) for r in found} == {("SIG_DFL",) * 3}, "submitit's handlers would requeue by a guess"
+    assert Job.read(tmp_path / "run") == job
+    assert {path.name for path in (job.logs / job.ids[0]).iterdir()} == {f"rank-{rank}.log" for rank in range(4)}
+    pickled = tmp_path / "run" / "jobs" / job.ids[0] / f"{job.ids[0]}_submitted.pkl"
+    assert pickle.loads(pickled.read_bytes()).args == (jobs.report, (str(out),))
+    assert locate(job.ids[0], tmp_path) == (tmp_path / "run", job)
+
+
+def test_pmix_reaches_the_ranks(tmp_path: Path) -> None:
+    (job,) = send(request(tmp_path, jobs.report, str(tmp_path / "out"), ranks=2, profile={"mpi": "pmix"}))
+    assert done(*job.ids) == ["COMPLETED"]
+    assert [r["PMIX_RANK"] for r in reports(tmp_path / "out")] == ["0", "1"]
+
+
+@pytest.mark.parametrize(
+    ("options", "ranks", "said"),
+    [
+        (
+            {"partition": "nowhere"},
+            1,
+            r"^Slurm refused the job: Invalid partition name specified \(invalid .*: nowhere\)",
+        ),
+        ({}, 5, r"^Slurm refused the job: Requested node configuration is not available;"),
+    ],
+)
+def test_a_refusal_is_one_sentence_and_leaves_nothing(tmp_path: Path, options, ranks: int, said: str) -> None:
+    with pytest.raises(LaunchError, match=said) as caught:
+        send(request(tmp_path / "runs", jobs.report, "", ranks=ranks, **options))
+    assert "\n" not in str(caught.value)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_refused_chain_withdraws_what_was_queued(tmp_path: Path, slurm: Cluster, monkeypatch) -> None:
+    wrapper = tmp_path / "bin" / "sbatch"
+    wrapper.parent.mkdir()
+    refusal = 'if grep -q dependency= "$2"; then echo "sbatch: error: no more" >&2; exit 1; fi'
+    wrapper.write_text(f'#!/bin/bash\n{refusal}\nexec {shutil.which("sbatch")} "$@"\n')
+    wrapper.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{wrapper.parent}:{slurm.environment()['PATH']}")
+    with pytest.raises(LaunchError, match="Slurm refused the job: no more"):
+        send(request(tmp_path / "runs", jobs.sleep, str(tmp_path / "out"), chain=2))
+    until(lambda: not slurm.run(["squeue", "--noheader"]).stdout)
+    assert not (tmp_path / "runs").exists()
+
+
+def test_submitting_from_inside_a_job(tmp_path: Path, slurm: Cluster) -> None:
+    outer = ["srun", "-N1", "-n1", "--gres=gpu:3", "--cpus-per-task=1", "--mem=100", "--cpu-bind=none", "--mpi=pmix"]
+    inner = [sys.executable, "-m", "tests.launch.submission", str(tmp_path)]
+    said = slurm.run([*outer, *inner], cwd=ROOT, timeout_s=60).stdout
+    job = said.split()[-1]
+    assert done(job) == ["COMPLETED"]
+    (found,) = reports(tmp_path / "out")
+    assert (found["world"], found["SLURM_JOB_ID"], found["CUDA_VISIBLE_DEVICES"]) == (1, job, "0")
+    assert (found["SLURM_CPUS_PER_TASK"], found["PMIX_RANK"]) == ("2", None)
+
+
+def test_a_cancelled_job_ends_the_wait_without_accounting(tmp_path: Path) -> None:
+    (job,) = send(request(tmp_path, jobs.sleep, str(tmp_path / "out"), ranks=2))
+    until(lambda: len(reports(tmp_path / "out")) == 2)
+    with pytest.raises(LaunchError, match=rf"run has job {job.ids[0]} RUNNING \(on n0\) already: end it with"):
+        refuse_second(tmp_path / "run")
+    cancel(job.ids)
+    began = time.monotonic()
+    assert done(*job.ids) == ["CANCELLED"]
+    assert time.monotonic() - began < 15
+    refuse_second(tmp_path / "run")
+
+
+def test_array_elements_have_run_folders_of_their_own(tmp_path: Path) -> None:
+    configs = tuple(run_config(tmp_path / "sweep", name) for name in ("lr-1", "lr-2", "lr-3"))
+    one = request(tmp_path, jobs.report, "", elements=3)
+    entries = tuple((jobs.report, (str(config.run_folder / "out"),)) for config in configs)
+    made = Request(configs, entries, tmp_path / "sweep", one.site, one.options)
+    sent = send(made)
+    array = sent[0].ids[0].split("_")[0]
+    assert [job.ids for job in sent] == [(f"{array}_{index}",) for index in range(3)]
+    assert done(*(job.ids[0] for job in sent)) == ["COMPLETED"] * 3
+    for config, job in zip(configs, sent):
+        assert Job.read(config.run_folder) == job
+        assert len(reports(config.run_folder / "out")) == 1
+        assert (job.logs / job.ids[0] / "rank-0.log").exists()
+
+
+def test_a_chain_runs_in_order_also_after_a_failure(tmp_path: Path) -> None:
+    (job,) = send(request(tmp_path, jobs.line_up, str(tmp_path / "line"), chain=3))
+    assert len(job.ids) == 3
+    assert done(*job.ids) == ["FAILED", "COMPLETED", "COMPLETED"]
+    assert (tmp_path / "line").read_text().split() == list(job.ids)
+
+
+def test_edited_sources_do_not_change_a_queued_job(tmp_path: Path, slurm: Cluster) -> None:
+    tracked = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    checkout = tmp_path / "checkout"
+    for name in filter(None, tracked.split("\0")):
+        (checkout / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / name, checkout / name, follow_symlinks=False)
+    subprocess.run("git init -q && git add -A", shell=True, cwd=checkout, check=True)
+    # From the checkout, and without another one on the path: what `python -m` puts first is the working directory.
+    command = [
+        "env",
+        "-u",
+        "PYTHONPATH",
+        sys.executable,
+        "-m",
+        "tests.launch.submission",
+        str(tmp_path / "o"),
+        "--hold",
+    ]
+    job = slurm.run(command, cwd=checkout).stdout.split()[-1]
+    (checkout / "hpctrain" / "launch" / "task.py").write_text("raise RuntimeError('edited')\n")
+    assert [str(state) for state in states([job]).values()] == [f"job {job} PENDING (JobHeldUser)"]
+    slurm.run(["scontrol", "release", job])
+    assert done(job) == ["COMPLETED"]
+    (found,) = reports(tmp_path / "o" / "out")
+    assert str(found["code"]).startswith(str(tmp_path / "o" / "run" / "code"))
+
+
+def test_a_requeued_job_starts_anew_and_keeps_its_log(tmp_path: Path) -> None:
+    (job,) = send(request(tmp_path, jobs.sleep_once, str(tmp_path / "out")))
+    until(lambda: reports(tmp_path / "out"))
+    requeue(job.ids[0])
+    assert not states(job.ids)[job.ids[0]].ended
+    assert done(*job.ids) == ["COMPLETED"]
+    assert [r["life"] for r in reports(tmp_path / "out")] == [1]
+    assert (job.logs / job.ids[0] / "rank-0.log").read_text().count("Starting with JobEnvironment") == 2
+
+
+def test_training_from_the_command_line_to_its_end(tmp_path: Path, slurm: Cluster) -> None:
+    text = "".join(f"line {i % 10} of {i % 7}\n" for i in range(4000))
+    (tmp_path / "text.txt").write_text(text)
+    ours = [sys.executable, "-m", "hpctrain"]
+    slurm.run([*ours, "data", "build", "c.h5", "text.txt"], cwd=tmp_path)
+    small = ("model.layers=1", "model.hidden=32", "data.seq=32", "train.steps=20", "optimizer.warmup_steps=2")
+    size = ("cluster.nodes=2", "cluster.gpus_per_node=2", "train.log_every=5", "data.corpus=c.h5", "data.validation=0")
+    settings = ["gpt-tiny", *small, *size, "train.eval_batches=0", "--profile", "lab"]
+    shown = slurm.run([*ours, "submit", *settings, "--follow"], cwd=tmp_path, timeout_s=150)
+    assert "COMPLETED (on n[0-1])" in shown.stderr
+    logs = slurm.run([*ours, "logs", "gpt-tiny"], cwd=tmp_path).stdout
+    losses = [float(line.split("loss ")[1].split()[0]) for line in logs.splitlines() if "  loss " in line]
+    assert len(losses) == 5 and losses == sorted(losses, reverse=True) and losses[-1] < losses[0] - 0.5
+    assert logs in shown.stdout
+    assert "4 ranks, dp=2 tp=2" in logs
+    assert "global_rank=3(4)" in slurm.run([*ours, "logs", "gpt-tiny", "--rank", "3"], cwd=tmp_path).stdout
+    (row,) = json.loads(slurm.run([*ours, "jobs", "--json"], cwd=tmp_path).stdout)
+    assert (row["run"], row["state"], row["step"]) == ("runs/gpt-tiny", "COMPLETED", 20)
+    again = slurm.run([*ours, "cancel", "gpt-tiny"], cwd=tmp_path, check=False)
+    assert (again.returncode, again.stderr.startswith("error: no job of")) == (1, True)

@@ -36,7 +36,8 @@ train: $(STAMP) ## install, build a corpus from Python's own sources, train the 
 	$(BIN)/hpctrain data stdlib $(CORPUS)
 	$(BIN)/hpctrain train gpt-tiny $(ARGS)
 
-test: $(STAMP) ## install, run all tests (ARGS="-k name", WORKERS=2)
+test: $(STAMP) ## install (Slurm too, if root), run all tests (ARGS="-k name", WORKERS=2)
+	@.ci/slurm
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup $(ARGS)
 
 bench: $(STAMP) ## measure speed beside other tools; minutes, wants a quiet machine

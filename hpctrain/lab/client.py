@@ -78,7 +78,7 @@ class Cluster:
 
 
 def _withdraw(child: subprocess.Popen[str]) -> None:
-    """An srun that is killed outright leaves its job to run for ever."""
+    """End a command so that it can give back what it holds: an salloc killed outright leaves its nodes taken."""
     child.terminate()
     try:
         child.wait(CANCEL_S)

@@ -13,7 +13,7 @@ def files(spec: LabSpec) -> dict[str, str]:
     made = {
         "slurm.conf": slurm_conf(spec),
         "topology.conf": topology_conf(spec),
-        "cgroup.conf": cgroup_conf(spec),
+        "cgroup.conf": cgroup_conf(),
         "hosts": hosts(spec),
         "machine.sh": machine_script(spec),
     }
@@ -127,9 +127,12 @@ def _numbered(stem: str, numbers: range) -> str:
     return f"{stem}[{numbers[0]}-{numbers[-1]}]" if len(numbers) > 1 else f"{stem}{numbers[0]}"
 
 
-def cgroup_conf(spec: LabSpec) -> str:
-    """slurmd looks for control groups even where it is told to use none."""
-    return "CgroupPlugin=cgroup/v1\n" if spec.cgroup == 1 else "CgroupPlugin=cgroup/v2\nIgnoreSystemd=yes\n"
+def cgroup_conf() -> str:
+    """Nothing here uses control groups, but slurmd looks for them, and ends where what it detects is not to its taste.
+
+    Told to expect version 1 it starts everywhere: with version 1, with version 2, and with none.
+    """
+    return "CgroupPlugin=cgroup/v1\n"
 
 
 def slurmdbd_conf(spec: LabSpec) -> str:

@@ -44,10 +44,15 @@ def claim(folder: Path) -> None:
         LabError: it holds something else.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    if folder.stat().st_uid != os.geteuid():
-        raise LabError(f"{folder} belongs to another user; name another folder with --folder.")
+    check_owner(folder)
     if load(folder) is None and any(folder.iterdir()):
         raise LabError(f"{folder} is not empty and holds no lab; name another folder with --folder.")
+
+
+def check_owner(folder: Path) -> None:
+    """Raises LabError if the folder is somebody else's: of other users' machines nothing can be seen or ended."""
+    if folder.stat().st_uid != os.geteuid():
+        raise LabError(f"{folder} belongs to another user; name another with --folder, or use sudo.")
 
 
 def write(spec: LabSpec) -> None:

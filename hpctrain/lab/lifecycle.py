@@ -81,6 +81,7 @@ def down(where: Path) -> bool:
     """
     if not where.exists():
         return False
+    folder.check_owner(where)
     with folder.locked(where):
         present = folder.load(where)
         if present is None and any(where.iterdir()):
@@ -109,6 +110,7 @@ def attach(where: Path) -> Cluster:
     present = folder.load(where)
     if present is None:
         raise LabError(f"no lab runs in {where}; bring one up with hpctrain lab up, or name another with --folder.")
+    folder.check_owner(where)
     if not head_lives(present):
         raise LabError(f"the head of the lab in {where} is dead; replace the lab with hpctrain lab up.")
     return Cluster(present)
@@ -143,7 +145,6 @@ def _chosen(spec: LabSpec) -> LabSpec:
     return replace(
         spec,
         memory_mb=requirements.memory_mb() // spec.nodes,
-        cgroup=requirements.cgroup_version(),
         first_port=free_ports(len(spec.ports)),
         first_job=1 + int(time.time()) % JOB_IDS,
     )

@@ -68,10 +68,6 @@ def pmix() -> bool:
     return any(Path("/usr/lib").glob("*/pmix2/lib/libpmix.so"))
 
 
-def cgroup_version() -> int:
-    return 2 if Path("/sys/fs/cgroup/cgroup.controllers").exists() else 1
-
-
 def memory_mb() -> int:
     """MiB of this machine."""
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2**20

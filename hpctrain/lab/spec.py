@@ -36,7 +36,6 @@ class LabSpec:
         message_timeout_s: seconds for which a daemon tries to reach another one.
         slurmd_timeout_s: silence after which a node is down. It is noticed by pings, so `message_timeout_s` and up
             to as long again come on top.
-        cgroup: version of the control groups that the machine has, 1 or 2.
         first_port: first of the `ports` consecutive TCP ports of the lab; 0 while they are not chosen.
         first_job: id of the first job. Another in each lab, so that a folder named by job id is not found used.
 
@@ -55,7 +54,6 @@ class LabSpec:
     requeue_delay_s: int = 5
     message_timeout_s: int = 10
     slurmd_timeout_s: int = 10
-    cgroup: int = 1
     first_port: int = 0
     first_job: int = 1
 

@@ -24,7 +24,7 @@ def wait_until(true: Callable[[], object], timeout_s: float = 30.0) -> None:
 
 def sbatch(slurm: Cluster, script: str, *flags: str) -> str:
     """The id of a job that runs a shell command."""
-    return slurm.run(["sbatch", "--parsable", *flags, f"--wrap={script}"]).stdout.strip()
+    return slurm.run(["sbatch", "--parsable", "--output=/dev/null", *flags, f"--wrap={script}"]).stdout.strip()
 
 
 def state(slurm: Cluster, job: str) -> str:
@@ -92,8 +92,8 @@ def test_cancelled_job_is_gone(slurm: Cluster) -> None:
 
 
 def test_command_out_of_time_leaves_no_job(slurm: Cluster) -> None:
-    with pytest.raises(LabError, match=r"srun has not ended after 1 s; see the logs in "):
-        slurm.run(["srun", "-N4", "sleep", "60"], timeout_s=1)
+    with pytest.raises(LabError, match=r"salloc has not ended after 1 s; see the logs in "):
+        slurm.run(["salloc", "-N4", "sleep", "60"], timeout_s=1)
     wait_until(lambda: slurm.run(["squeue", "--noheader"]).stdout == "", timeout_s=10)
 
 

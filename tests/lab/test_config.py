@@ -14,7 +14,7 @@ GOLDEN = Path(__file__).parent / "golden"
 SMALL = LabSpec(Path("/srv/lab"), nodes=2, gpus=1, cpus=3, memory_mb=2000, first_port=21000, first_job=42)
 SPECS = {
     "small": SMALL,
-    "accounting": replace(SMALL, nodes=5, gpus=4, cpus=8, accounting=True, cgroup=2),
+    "accounting": replace(SMALL, nodes=5, gpus=4, cpus=8, accounting=True),
     "bare": replace(SMALL, nodes=1, gpus=0),
 }
 

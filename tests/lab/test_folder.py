@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from dataclasses import replace
@@ -48,6 +49,18 @@ def test_foreign_folders_are_refused_and_kept(tmp_path: Path) -> None:
     with pytest.raises(LabError, match="holds no lab, so it is left as it is"):
         lab.down(tmp_path)
     assert (tmp_path / "thesis.tex").exists()
+
+
+def test_labs_of_others_are_refused_and_kept(spec: lab.LabSpec, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder.claim(spec.folder)
+    folder.write(spec)
+    me = os.geteuid()
+    for act in (folder.claim, lab.attach, lab.down):
+        monkeypatch.setattr(os, "geteuid", lambda: me + 1)
+        with pytest.raises(LabError, match="belongs to another user; name another with --folder, or use sudo"):
+            act(spec.folder)
+        monkeypatch.undo()
+    assert folder.load(spec.folder) == spec
 
 
 def test_damaged_record(spec: lab.LabSpec) -> None:

@@ -44,7 +44,7 @@ def traces(spec: LabSpec) -> list[str]:
 
 def droppings() -> set[str]:
     """Files of the programs of a lab in the places that such programs use by default."""
-    places = ("/run", "/tmp", "/dev/shm", "/var/log", "/var/spool", "/var/lib", "/etc", "/run/munge", "/run/mysqld")
+    places = ("/run", "/dev/shm", "/var/log", "/var/spool", "/var/lib", "/etc", "/run/munge", "/run/mysqld")
     words = ("slurm", "munge", "mysql", "maria", "spmix", "pmix", "prte")
     return {
         f"{entry.path} {entry.stat(follow_symlinks=False).st_mtime_ns}"

@@ -68,8 +68,8 @@ def test_version(monkeypatch: pytest.MonkeyPatch, text: str, version: tuple[int,
     assert requirements.slurm_version() == version
 
 
-def test_not_root(machine: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_not_root(machine: pytest.MonkeyPatch, home: Path) -> None:
     machine.setattr(os, "geteuid", lambda: 1000)
     with pytest.raises(LabError, match="a lab needs root, for namespaces and device nodes; run the command with sudo"):
-        up(LabSpec(tmp_path / "lab"))
-    assert not (tmp_path / "lab").exists()
+        up(LabSpec(home))
+    assert not home.exists()

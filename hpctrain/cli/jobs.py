@@ -74,14 +74,29 @@ def _last_step(run: Path) -> int | None:
 def logs(what: str, follow: bool, rank: int | None, folder: Path) -> None:
     """Show how a run trains: its records, or what one of its ranks printed."""
     from hpctrain.launch.jobs import locate
+    from hpctrain.telemetry.sinks import METRICS_FILE
 
-    run, job = locate(what, folder)
+    own = next((run for run in (Path(what), folder / what) if (run / METRICS_FILE).exists()), None)
+    if own is not None and not follow and rank is None:
+        _print_records(own, lambda: True, _steps(own))  # also of a run that never was a job
+        return
+    run, job = _one(*locate(what, folder))
     if rank is not None:
         _show_rank(job, rank, follow)
     elif follow:
         show_records(run, job, _steps(run))
     else:
-        _print_records(run, lambda: True, _steps(run))
+        raise LaunchError(f"{run} has no records yet: its job waits or starts; hpctrain jobs shows which.")
+
+
+def _one(run: Path, job: Job) -> tuple[Path, Job]:
+    """Refuse the folder of a sweep."""
+    from hpctrain.launch.jobs import JOB_FILE
+
+    element = next((path.parent for path in sorted(run.glob(f"*/{JOB_FILE}"))), None)
+    if element is not None:
+        raise LaunchError(f"{run} is a sweep: name one of its runs, for example {element}.")
+    return run, job
 
 
 def _steps(run: Path) -> int | None:
@@ -174,7 +189,7 @@ def requeue(what: str, folder: Path) -> None:
     from hpctrain.launch.jobs import locate, states
     from hpctrain.launch.jobs import requeue as again
 
-    run, job = locate(what, folder)
+    run, job = _one(*locate(what, folder))
     known = [states(job.ids)[job_id] for job_id in job.ids]
     chosen = next((state for state in known if state.state in ("RUNNING", "SUSPENDED")), known[-1])
     if chosen.state in ("PENDING", "REQUEUED"):

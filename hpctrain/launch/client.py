@@ -13,6 +13,9 @@ from hpctrain.errors import LaunchError
 TIMEOUT_S = 60.0
 """Of one command. Without a controller they retry for minutes; a busy one answers within its MessageTimeout, 10 s."""
 
+_FILTERS = ("SQUEUE_", "SACCT_", "SCANCEL_")
+"""Beginnings of a user's own defaults, which would hide jobs from us."""
+
 _PREFIX = re.compile(r"^(sbatch|scontrol|scancel|squeue|sacct|slurm_\w+)(: (error|fatal))?: ")
 _HEADINGS = ("Batch job submission failed: ", "Unable to allocate resources: ")
 
@@ -43,7 +46,7 @@ def call(command: Sequence[str], env: Mapping[str, str] | None = None, timeout_s
     try:
         done = subprocess.run(
             list(command),
-            env=dict(os.environ if env is None else env),
+            env={name: value for name, value in (env or os.environ).items() if not name.startswith(_FILTERS)},
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,

@@ -73,12 +73,15 @@ class Job:
 def runs(folder: Path) -> Iterator[tuple[Path, Job]]:
     """Runs in a folder that have a job, those of sweeps included, in order of submission."""
     paths = [path.parent for pattern in (f"*/{JOB_FILE}", f"*/*/{JOB_FILE}") for path in folder.glob(pattern)]
-    found = [(run, job) for run in paths if (job := Job.read(run))]
+    sweeps = {run.parent for run in paths}
+    found = [(run, job) for run in paths if run not in sweeps and (job := Job.read(run))]
     yield from sorted(found, key=lambda pair: (pair[1].submitted, pair[0]))
 
 
 def locate(what: str, folder: Path) -> tuple[Path, Job]:
     """The run and job that a word on the command line means: a run folder, a name in `folder`, or a job's id.
+
+    A sweep counts as one run, whose jobs are those of its elements.
 
     Raises:
         LaunchError: there is no such run, or it was not submitted.
@@ -106,18 +109,20 @@ def states(ids: Sequence[str]) -> dict[str, JobState]:
     found = {job: queue[job] for job in ids if job in queue}
     missing = [job for job in ids if job not in found]
     if missing:
-        known = _accounted(missing)
-        found |= {job: known.get(job) or JobState(job, "FORGOTTEN") for job in missing}
+        found |= _accounted(missing)
     return found
 
 
 def _accounted(ids: Sequence[str]) -> dict[str, JobState]:
-    """What sacct knows; nothing where accounting is off."""
+    """What sacct knows: nothing where accounting is off, and perhaps later where it does not answer."""
     command = ["sacct", "--allocations", "--parsable2", "--noheader", f"--format={SACCT_FORMAT}"]
+    known, unknown = {}, ("FORGOTTEN", "Slurm keeps no record of how it ended")
     try:
-        return from_sacct(call([*command, f"--jobs={','.join(ids)}"]))
-    except SlurmError:
-        return {}
+        known = from_sacct(call([*command, f"--jobs={','.join(ids)}"]))
+    except SlurmError as error:
+        if "storage is disabled" not in error.said:
+            unknown = ("UNKNOWN", "accounting does not answer")
+    return {job: known.get(job) or JobState(job, *unknown) for job in ids}
 
 
 def wait(ids: Sequence[str], poll_s: float = POLL_S) -> list[JobState]:
@@ -133,34 +138,39 @@ def wait(ids: Sequence[str], poll_s: float = POLL_S) -> list[JobState]:
 
 
 class Watch:
-    """Looks at jobs now and then, and bears with a Slurm that does not answer for a while."""
+    """Looks at jobs now and then, and bears for a while with a Slurm that does not answer."""
 
     def __init__(self, ids: Sequence[str], poll_s: float = POLL_S) -> None:
         self.states: list[JobState] = []
         self._ids, self._poll_s = ids, poll_s
-        self._next = 0.0
+        self._next, self._misses = 0.0, 0
         self._answered = time.monotonic()
-        self._misses = 0
 
     def ended(self) -> bool:
-        """Whether all have ended; asks Slurm at most every `poll_s` seconds."""
+        """Whether all have ended; asks Slurm at most every `poll_s` seconds.
+
+        Raises:
+            SlurmError: it has not answered for `PATIENCE_S`.
+        """
         if time.monotonic() >= self._next:
             self._look()
             self._next = time.monotonic() + self._poll_s
-        forgotten = any(state.state == "FORGOTTEN" for state in self.states)
-        return bool(self.states) and all(s.ended for s in self.states) and (not forgotten or self._misses >= MISSES)
+        return bool(self.states) and all(s.ended for s in self.states) and self._misses in (0, MISSES)
 
     def _look(self) -> None:
         try:
             found = states(self._ids)
+            if all(state.state != "UNKNOWN" for state in found.values()):
+                self._answered = time.monotonic()
+            elif time.monotonic() - self._answered > PATIENCE_S:
+                raise SlurmError(f"Slurm has not said for {PATIENCE_S:g} s how job {self._ids[0]} stands.")
         except SlurmError:
             if time.monotonic() - self._answered > PATIENCE_S:
                 raise
             return
-        self._answered = time.monotonic()
         self.states = [found[job] for job in self._ids]
         forgotten = any(state.state == "FORGOTTEN" for state in self.states)
-        self._misses = self._misses + 1 if forgotten else 0
+        self._misses = min(self._misses + 1, MISSES) if forgotten else 0
 
 
 def cancel(ids: Sequence[str]) -> None:

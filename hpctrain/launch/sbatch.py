@@ -16,6 +16,9 @@ from hpctrain.launch.profile import Container, Profile, Site
 WARNING_SIGNAL = "USR2"
 """Sent to every rank before the time limit and at preemption. NCCL may use USR1."""
 
+PASSED = ("SLURM", "PMI", "SUBMITIT", "PYTHONPATH$", "CUDA_", "NVIDIA_", "NCCL_", "GLOO_", "UCX_", "OMP_", "TORCH_")
+"""Beginnings of the variables that enter a container which does not inherit them."""
+
 _JOB = "job=${SLURM_ARRAY_JOB_ID:+${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID}"
 
 
@@ -54,7 +57,9 @@ class JobFolders:
         # Slurm expands %, bash the others, and neither has a way to write a line's end.
         for path in (self.home, *([self.code] if self.code else []), *self.mounts):
             if found := re.search(r"[%\\\"'`$,\s]", str(path)):
-                raise ConfigError("folder", str(path), f"Slurm cannot be told a path with {found.group()!r} in it")
+                raise ConfigError(
+                    "folder", str(path), f"no path with {found.group()!r} can be told to Slurm", "use another folder"
+                )
 
     @property
     def logs(self) -> Path:
@@ -82,7 +87,7 @@ def sbatch_text(
     """
     head = f"# hpctrain {__version__}, Slurm {slurm or 'of unknown version'}, profile {site.name}"
     flags = [f"#SBATCH --{line}" for line in _flags(config, site.profile, options, folders)]
-    return "\n".join(["#!/bin/bash", head, *flags, "", *_body(config, site, folders, python)]) + "\n"
+    return "\n".join(["#!/bin/bash", head, *flags, *_body(config, site, folders, python)]) + "\n"
 
 
 def _flags(config: RunConfig, profile: Profile, options: Options, folders: JobFolders) -> Iterator[str]:
@@ -120,6 +125,8 @@ def _flags(config: RunConfig, profile: Profile, options: Options, folders: JobFo
 
 
 def _body(config: RunConfig, site: Site, folders: JobFolders, python: str) -> Iterator[str]:
+    if site.profile.environment:
+        yield ""
     for name, value in site.profile.environment.items():
         yield f"export {name}={shlex.quote(value)}"
     if site.prologue:
@@ -136,7 +143,8 @@ def _body(config: RunConfig, site: Site, folders: JobFolders, python: str) -> It
 
 
 def _srun(config: RunConfig, profile: Profile, folders: JobFolders, python: str) -> str:
-    arguments = ["srun", "--distribution=block", "--kill-on-bad-exit=1", "--open-mode=append"]
+    # Where sbatch exports nothing (SBATCH_EXPORT=NONE), srun does not either unless told to.
+    arguments = ["srun", "--export=ALL", "--distribution=block", "--kill-on-bad-exit=1", "--open-mode=append"]
     if profile.cpus_per_task:
         # srun of Slurm 22.05 to 23.02 does not take it from sbatch, and gives a task one CPU.
         arguments.append(f"--cpus-per-task={profile.cpus_per_task}")
@@ -145,7 +153,7 @@ def _srun(config: RunConfig, profile: Profile, folders: JobFolders, python: str)
     command = [python, "-u", "-m", "submitit.core._submit", str(folders.jobs)]
     if profile.container:
         arguments += _container_srun_args(profile.container, folders)
-        command = _in_container(profile.container, folders, command)
+        command = _in_container(profile, profile.container, folders, command)
     arguments += [f'--output="{folders.logs}/$job/rank-%t.log"', *map(shlex.quote, profile.srun_args)]
     return " \\\n  ".join([*arguments, " ".join(command)])
 
@@ -165,7 +173,7 @@ def _container_srun_args(container: Container, folders: JobFolders) -> list[str]
     return [shlex.quote(argument) for argument in found]
 
 
-def _in_container(container: Container, folders: JobFolders, command: list[str]) -> list[str]:
+def _in_container(profile: Profile, container: Container, folders: JobFolders, command: list[str]) -> list[str]:
     inside = [container.python, *command[1:]]
     mounts = _mounts(container, folders)
     args = [shlex.quote(argument) for argument in container.args]
@@ -173,8 +181,9 @@ def _in_container(container: Container, folders: JobFolders, command: list[str])
         binds = [f"--bind={mount}" for mount in mounts]
         return ["apptainer", "exec", "--nv", *binds, *args, shlex.quote(container.image), *inside]
     if container.kind == "enroot":
-        # It gives the container an environment of its own: a task's variables are passed by name, on its node.
+        # It gives the container an environment of its own: what a task needs is passed by name, on its node.
         start = ["enroot", "start", *(f"--mount={mount}" for mount in mounts), *args]
-        names = "$(compgen -e | sed s/^/--env=/)"
+        wanted = "|".join([*PASSED, *(f"{name}$" for name in profile.environment)])
+        names = f"$(compgen -e | grep -E '^({wanted})' | sed s/^/--env=/)"
         return ["bash", "-c", shlex.quote(" ".join([*start, names, container.image, *inside]))]
     return inside

@@ -93,7 +93,7 @@ def submit(request: Request, warn: Callable[[str], None]) -> list[Job]:
         text = script(request, code)
         chain: list[list[str]] = []
         for _ in range(request.chain):
-            after = chain[-1][0] if chain else None
+            after = chain[-1][0].split("_")[0] if chain else None  # of an array, all elements
             options = replace(request.options, after=after)
             link = script(replace(request, options=options), code) if after else text
             chain.append(_Executor(where, link, undo).send(request.entries, request.array))
@@ -101,6 +101,8 @@ def submit(request: Request, warn: Callable[[str], None]) -> list[Job]:
         jobs = [_job(request, [link[index] for link in chain], where) for index in range(len(request.configs))]
         for config, job in zip(request.configs, jobs):
             job.write(config.run_folder)
+        if request.array:
+            _job(request, [job_id for link in chain for job_id in link], where).write(request.home)
         undo.pop_all()
     return jobs
 

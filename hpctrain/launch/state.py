@@ -85,7 +85,7 @@ def from_sacct(text: str) -> dict[str, JobState]:
 def _rows(text: str, fields: int) -> Iterator[list[str]]:
     for line in text.splitlines():
         row = [field.strip() for field in line.split("|")]
-        if len(row) == fields and row[0] and "." not in row[0]:  # a dot: a step
+        if len(row) == fields and row[0] and not re.search(r"\.\w", row[0]):  # `7.batch` is a step
             yield row
 
 

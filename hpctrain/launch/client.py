@@ -16,7 +16,7 @@ TIMEOUT_S = 60.0
 _FILTERS = ("SQUEUE_", "SACCT_", "SCANCEL_")
 """Beginnings of a user's own defaults, which would hide jobs from us."""
 
-_PREFIX = re.compile(r"^(sbatch|scontrol|scancel|squeue|sacct|slurm_\w+)(: (error|fatal))?: ")
+_PREFIX = re.compile(r"^(sbatch|scontrol|scancel|squeue|sacct|slurm_\w+)(:? (error|fatal))?: ")
 _HEADINGS = ("Batch job submission failed: ", "Unable to allocate resources: ")
 
 
@@ -69,14 +69,13 @@ def call(command: Sequence[str], env: Mapping[str, str] | None = None, timeout_s
 
 def reason(said: str) -> str:
     """The sentence in what a command of Slurm printed: its last word, and before it a detail that adds to it."""
-    lines = [_PREFIX.sub("", line.strip()) for line in said.splitlines() if line.strip()]
+    lines = [_PREFIX.sub("", line.strip()).rstrip(".") for line in said.splitlines() if line.strip()]
     if not lines:
         return "it said nothing"
     detail, last = lines[:-1], lines[-1]
     for heading in _HEADINGS:
         last = last.removeprefix(heading)
-    last = last.rstrip(".")
-    return f"{last} ({detail[-1].rstrip('.')})" if detail and detail[-1] != last else last
+    return f"{last} ({detail[-1]})" if detail and detail[-1] != last else last
 
 
 def version() -> str | None:

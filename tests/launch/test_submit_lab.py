@@ -190,6 +190,37 @@ def test_a_requeued_job_starts_anew_and_keeps_its_log(tmp_path: Path) -> None:
     assert (job.logs / job.ids[0] / "rank-0.log").read_text().count("Starting with JobEnvironment") == 2
 
 
+def test_a_sweep_from_the_command_line_is_listed_and_cancelled_as_one(tmp_path: Path, slurm: Cluster) -> None:
+    """On more nodes than there are: Slurm takes such a job, and it waits for ever."""
+    (tmp_path / "text.txt").write_text("".join(f"line {i % 10} of {i % 7}\n" for i in range(4000)))
+    ours = [sys.executable, "-m", "hpctrain"]
+    slurm.run([*ours, "data", "build", "c.h5", "text.txt"], cwd=tmp_path)
+    small = [
+        "data.corpus=c.h5",
+        "cluster.gpus_per_node=1",
+        "parallel.tp=1",
+        "train.micro_batch=1",
+        "train.global_batch=18",
+    ]
+    settings = ["gpt-tiny", *small, "cluster.nodes=9", "--profile", "lab", "--array", "train.seed=1,2", "--json"]
+    sent = slurm.run([*ours, "submit", *settings], cwd=tmp_path)
+    runs = {row["run"]: row["jobs"] for row in json.loads(sent.stdout)}
+    assert list(runs) == [f"{tmp_path}/runs/gpt-tiny/seed-{seed}" for seed in (1, 2)]
+    assert sent.stderr.count("PENDING (PartitionNodeLimit): it will not start before that changes") == 2
+    listed = json.loads(slurm.run([*ours, "jobs", "--json"], cwd=tmp_path).stdout)
+    assert [(row["run"], [row["job"]], row["state"]) for row in listed] == [
+        (f"runs/gpt-tiny/seed-{seed}", ids, "PENDING") for seed, ids in zip((1, 2), runs.values())
+    ]
+    again = slurm.run([*ours, "submit", *settings], cwd=tmp_path, check=False)
+    assert again.returncode == 1 and "seed-1 has job" in again.stderr
+    said = slurm.run([*ours, "cancel", "gpt-tiny"], cwd=tmp_path).stdout
+    assert said == f"cancelled job {', '.join(job for ids in runs.values() for job in ids)}\n"
+    assert {state.state for state in wait([ids[0] for ids in runs.values()], 0.3)} == {"CANCELLED"}
+    for name, words in (("gpt-tiny", "is a sweep: name one of its runs"), (f"{tmp_path}/runs/x", "no run and no job")):
+        done = slurm.run([*ours, "logs", name], cwd=tmp_path, check=False)
+        assert done.returncode == 1 and words in done.stderr
+
+
 def test_training_from_the_command_line_to_its_end(tmp_path: Path, slurm: Cluster) -> None:
     text = "".join(f"line {i % 10} of {i % 7}\n" for i in range(4000))
     (tmp_path / "text.txt").write_text(text)

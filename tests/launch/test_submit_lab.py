@@ -201,6 +201,8 @@ def test_a_sweep_from_the_command_line_is_listed_and_cancelled_as_one(tmp_path: 
         "parallel.tp=1",
         "train.micro_batch=1",
         "train.global_batch=18",
+        "data.validation=0",
+        "train.eval_batches=0",
     ]
     settings = ["gpt-tiny", *small, "cluster.nodes=9", "--profile", "lab", "--array", "train.seed=1,2", "--json"]
     sent = slurm.run([*ours, "submit", *settings], cwd=tmp_path)

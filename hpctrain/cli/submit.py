@@ -132,7 +132,7 @@ def _here(request: Request) -> None:
 
 
 def _queue(request: Request, wait: bool, follow: bool, as_json: bool) -> None:
-    from hpctrain.launch.jobs import states
+    from hpctrain.launch.jobs import first_states
     from hpctrain.launch.slurm import submit as send
 
     jobs = send(request, lambda text: click.echo(f"warning: {text}", err=True))
@@ -144,7 +144,7 @@ def _queue(request: Request, wait: bool, follow: bool, as_json: bool) -> None:
         for folder, job in zip(folders, jobs):
             click.echo(f"job {', '.join(job.ids)}: run folder {folder}")
     ids = [job_id for job in jobs for job_id in job.ids]
-    for state in states(ids).values():
+    for state in first_states(ids).values():
         if state.stuck:
             click.echo(f"warning: {state}: it will not start before that changes", err=True)
     if follow:

@@ -125,6 +125,16 @@ def _accounted(ids: Sequence[str]) -> dict[str, JobState]:
     return {job: known.get(job) or JobState(job, *unknown) for job in ids}
 
 
+def first_states(ids: Sequence[str], looks: int = 5, pause_s: float = 0.4) -> dict[str, JobState]:
+    """How jobs stand that were queued just now: Slurm needs a moment to say why one waits."""
+    for look in range(looks):
+        found = states(ids)
+        if all(state.reason or state.state != "PENDING" for state in found.values()) or look == looks - 1:
+            break
+        time.sleep(pause_s)
+    return found
+
+
 def wait(ids: Sequence[str], poll_s: float = POLL_S) -> list[JobState]:
     """Wait until jobs have ended. Returns how.
 

@@ -18,7 +18,14 @@ _ENDED = {
 }
 _STUCK = {
     *("AccountNotAllowed", "BadConstraints", "DependencyNeverSatisfied", "InvalidAccount", "InvalidQOS"),
-    *("PartitionDown", "PartitionInactive", "PartitionNodeLimit", "PartitionTimeLimit", "QOSNotAllowed"),
+    *(
+        "PartitionConfig",
+        "PartitionDown",
+        "PartitionInactive",
+        "PartitionNodeLimit",
+        "PartitionTimeLimit",
+        "QOSNotAllowed",
+    ),
     *("JobHeldAdmin", "JobHeldUser"),
 }
 

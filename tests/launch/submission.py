@@ -16,11 +16,11 @@ def run_config(folder: Path, name: str = "run", nodes: int = 1, ranks: int = 1) 
 
 
 def request(folder: Path, function, *args, nodes=1, ranks=1, chain=1, **options) -> Request:
-    """One run whose ranks call `function(*args)`. Among the options, `profile` changes that of the lab."""
-    changes = options.pop("profile", {})
+    """One run whose ranks call `function(*args)`. `profile` changes that of the lab, `name` the run's."""
+    changes, name = options.pop("profile", {}), options.pop("name", "run")
     base = site("lab")
     profile = Profile.model_validate({**base.profile.model_dump(), **changes})
-    config = run_config(folder, nodes=nodes, ranks=ranks)
+    config = run_config(folder, name, nodes, ranks)
     return Request(
         configs=(config,),
         entries=((function, tuple(args)),),

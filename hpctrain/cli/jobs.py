@@ -91,11 +91,10 @@ def logs(what: str, follow: bool, rank: int | None, folder: Path) -> None:
 
 def _one(run: Path, job: Job) -> tuple[Path, Job]:
     """Refuse the folder of a sweep."""
-    from hpctrain.launch.jobs import JOB_FILE
+    from hpctrain.launch.jobs import is_sweep
 
-    element = next((path.parent for path in sorted(run.glob(f"*/{JOB_FILE}"))), None)
-    if element is not None:
-        raise LaunchError(f"{run} is a sweep: name one of its runs, for example {element}.")
+    if is_sweep(run):
+        raise LaunchError(f"{run} is a sweep: name one of its runs, which hpctrain jobs lists.")
     return run, job
 
 
@@ -171,13 +170,13 @@ def _grown(paths: list[Path], stop: Callable[[], bool]) -> Iterator[str]:
 def cancel(what: str, folder: Path) -> None:
     """End the jobs of a run, those of a chain that still wait included. Its checkpoints stay."""
     from hpctrain.launch.jobs import cancel as end
-    from hpctrain.launch.jobs import locate, states
+    from hpctrain.launch.jobs import is_sweep, locate, states, whole
 
     run, job = locate(what, folder)
     running = [state.id for state in states(job.ids).values() if not state.ended]
     if not running:
         raise LaunchError(f"no job of {run} waits or runs: there is nothing to cancel.")
-    end(running)
+    end(whole(running) if is_sweep(run) else running)
     click.echo(f"cancelled job {', '.join(running)}")
 
 

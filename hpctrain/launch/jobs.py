@@ -78,6 +78,11 @@ def runs(folder: Path) -> Iterator[tuple[Path, Job]]:
     yield from sorted(found, key=lambda pair: (pair[1].submitted, pair[0]))
 
 
+def is_sweep(run: Path) -> bool:
+    """Whether a folder holds the runs of a job array."""
+    return any(run.glob(f"*/{JOB_FILE}"))
+
+
 def locate(what: str, folder: Path) -> tuple[Path, Job]:
     """The run and job that a word on the command line means: a run folder, a name in `folder`, or a job's id.
 
@@ -190,6 +195,12 @@ def cancel(ids: Sequence[str]) -> None:
         SlurmError: Slurm refuses, or knows none of them any more.
     """
     call(["scancel", *ids])
+
+
+def whole(ids: Sequence[str]) -> list[str]:
+    """Arrays in place of their elements. Of elements that were cancelled one by one while they waited, Slurm 22.05
+    keeps no record; of a whole array it does."""
+    return list(dict.fromkeys(job.split("_")[0] for job in ids))
 
 
 def requeue(job: str) -> None:

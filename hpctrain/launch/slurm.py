@@ -20,7 +20,7 @@ from hpctrain.config.schema import RunConfig
 from hpctrain.errors import LaunchError
 from hpctrain.launch import client, snapshot
 from hpctrain.launch.environment import submission_environment
-from hpctrain.launch.jobs import Job, cancel, refuse_second
+from hpctrain.launch.jobs import Job, cancel, refuse_second, whole
 from hpctrain.launch.profile import Site
 from hpctrain.launch.sbatch import JobFolders, Options, sbatch_text
 from hpctrain.launch.task import slurm_task
@@ -145,7 +145,7 @@ def _code(home: Path, undo: ExitStack, warn: Callable[[str], None]) -> Path | No
 
 def _withdraw(ids: Sequence[str]) -> None:
     with suppress(LaunchError):
-        cancel(ids)
+        cancel(whole(ids))
 
 
 class _Executor(SlurmExecutor):

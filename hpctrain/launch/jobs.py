@@ -114,11 +114,11 @@ def states(ids: Sequence[str]) -> dict[str, JobState]:
     found = {job: queue[job] for job in ids if job in queue}
     missing = [job for job in ids if job not in found]
     if missing:
-        found |= _accounted(missing)
+        found |= accounts(missing)
     return found
 
 
-def _accounted(ids: Sequence[str]) -> dict[str, JobState]:
+def accounts(ids: Sequence[str]) -> dict[str, JobState]:
     """What sacct knows: nothing where accounting is off, and perhaps later where it does not answer."""
     command = ["sacct", "--allocations", "--parsable2", "--noheader", f"--format={SACCT_FORMAT}"]
     known, unknown = {}, ("FORGOTTEN", "Slurm keeps no record of how it ended")

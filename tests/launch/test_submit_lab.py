@@ -9,6 +9,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -16,8 +17,8 @@ from pathlib import Path
 import pytest
 
 from hpctrain.errors import LaunchError
-from hpctrain.lab import Cluster
-from hpctrain.launch.jobs import Job, cancel, locate, refuse_second, requeue, states, wait
+from hpctrain.lab import Cluster, LabSpec, cluster
+from hpctrain.launch.jobs import Job, accounts, cancel, locate, refuse_second, requeue, states, wait
 from hpctrain.launch.plan import rank_plan
 from hpctrain.launch.slurm import Request, submit
 from tests.launch import jobs
@@ -245,3 +246,28 @@ def test_training_from_the_command_line_to_its_end(tmp_path: Path, slurm: Cluste
     assert (row["run"], row["state"], row["step"]) == ("runs/gpt-tiny", "COMPLETED", 20)
     again = slurm.run([*ours, "cancel", "gpt-tiny"], cwd=tmp_path, check=False)
     assert (again.returncode, again.stderr.startswith("error: no job of")) == (1, True)
+
+
+def test_queue_and_accounting_say_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with tempfile.TemporaryDirectory(prefix="lab-") as folder:
+        spec = LabSpec(Path(folder) / "lab", nodes=1, gpus=2, accounting=True)
+        with cluster(spec) as accounted:
+            monkeypatch.setenv("SLURM_CONF", str(spec.slurm_conf))
+            flags = ["--parsable", "--output=/dev/null"]
+            scripts = (
+                ["--wrap=exit 3"],
+                ["--wrap=true"],
+                ["--hold", "--array=0-1", "--wrap=true"],
+                ["--wrap=kill -9 $$"],
+            )
+            ids = [accounted.run(["sbatch", *flags, *script]).stdout.strip() for script in scripts]
+            failed, good, array, killed = ids
+            accounted.run(["scancel", array])
+            every = [failed, good, f"{array}_0", f"{array}_1", killed]
+            ended = {state.id: state.state for state in wait(every, 0.3)}
+            assert list(ended.values()) == ["FAILED", "COMPLETED", "CANCELLED", "CANCELLED", "FAILED"]
+            until(lambda: {job: state.state for job, state in accounts(every).items()} == ended, 20)
+            known = accounts([*every, "7"])
+            assert [known[job].reason for job in (failed, good, killed)] == ["exit status 3", "", "signal 9"]
+            assert known[f"{array}_0"].reason == "by 0"
+            assert known["7"].state == "FORGOTTEN"

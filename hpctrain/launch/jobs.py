@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -121,13 +121,19 @@ def states(ids: Sequence[str]) -> dict[str, JobState]:
 def accounts(ids: Sequence[str]) -> dict[str, JobState]:
     """What sacct knows: nothing where accounting is off, and perhaps later where it does not answer."""
     command = ["sacct", "--allocations", "--parsable2", "--noheader", f"--format={SACCT_FORMAT}"]
-    known, unknown = {}, ("FORGOTTEN", "Slurm keeps no record of how it ended")
+    known: dict[str, JobState] = {}
+    unknown = ("FORGOTTEN", "Slurm keeps no record of how it ended")
     try:
-        known = from_sacct(call([*command, f"--jobs={','.join(ids)}"]))
+        known = from_sacct(call([*command, f"--jobs={','.join(whole(ids))}"]))
     except SlurmError as error:
         if "storage is disabled" not in error.said:
             unknown = ("UNKNOWN", "accounting does not answer")
-    return {job: known.get(job) or JobState(job, *unknown) for job in ids}
+    found = {}
+    for job in ids:
+        # Of an array that was cancelled before it began, there is one record for all of it.
+        state = known.get(job) or known.get(job.split("_")[0])
+        found[job] = replace(state, id=job) if state else JobState(job, *unknown)
+    return found
 
 
 def first_states(ids: Sequence[str], looks: int = 5, pause_s: float = 0.4) -> dict[str, JobState]:

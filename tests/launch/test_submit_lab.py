@@ -266,7 +266,7 @@ def test_queue_and_accounting_say_the_same(tmp_path: Path, monkeypatch: pytest.M
             every = [failed, good, f"{array}_0", f"{array}_1", killed]
             ended = {state.id: state.state for state in wait(every, 0.3)}
             assert list(ended.values()) == ["FAILED", "COMPLETED", "CANCELLED", "CANCELLED", "FAILED"]
-            until(lambda: {job: state.state for job, state in accounts(every).items()} == ended, 20)
+            until(lambda: {job: state.state for job, state in accounts(every).items()} == ended)
             known = accounts([*every, "7"])
             assert [known[job].reason for job in (failed, good, killed)] == ["exit status 3", "", "signal 9"]
             assert known[f"{array}_0"].reason == "by 0"

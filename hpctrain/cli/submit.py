@@ -102,11 +102,10 @@ def _check(config: RunConfig) -> None:
 def _show_plan(request: Request, as_json: bool) -> None:
     from hpctrain.launch import snapshot
     from hpctrain.launch.plan import rank_plan, summary
-    from hpctrain.launch.slurm import script
+    from hpctrain.launch.slurm import folders, script
 
     places = rank_plan(request.configs[0])
-    code = request.home / "code" / "STAMP" if snapshot.checkout() else None
-    text = script(request, code)
+    text = script(request, folders(request, "STAMP", snapshot.checkout() is not None))
     if as_json:
         runs = [str(config.run_folder) for config in request.configs]
         click.echo(json.dumps({"script": text, "runs": runs, "ranks": [place.plain() for place in places]}, indent=2))

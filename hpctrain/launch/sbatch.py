@@ -45,11 +45,14 @@ class JobFolders:
 
     Attributes:
         home: working directory of the job: the run folder, or that of a sweep.
+        stamp: names the submission. Job ids come round again when a cluster loses its state, and a rank must not find
+            the settings of another job.
         code: snapshot that the ranks import from; None to import what is installed.
         mounts: what a container needs besides `home` and `code`.
     """
 
     home: Path
+    stamp: str
     code: Path | None = None
     mounts: tuple[Path, ...] = ()
 
@@ -68,8 +71,8 @@ class JobFolders:
 
     @property
     def jobs(self) -> Path:
-        """Submitted scripts and pickles, in submitit's naming."""
-        return self.home / "jobs" / "%j"
+        """Submitted script and pickle, in submitit's naming."""
+        return self.home / "jobs" / self.stamp / "%j"
 
 
 def sbatch_text(

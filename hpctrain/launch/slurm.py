@@ -7,8 +7,8 @@ import os
 import shutil
 import sys
 import uuid
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -54,17 +54,23 @@ class Request:
         return bool(self.options.elements)
 
 
-def folders(request: Request, code: Path | None) -> JobFolders:
-    """Where the files of a submission are."""
+def folders(request: Request, stamp: str, snapshot: bool) -> JobFolders:
+    """Where the files of a submission are.
+
+    Args:
+        request: of it.
+        stamp: its name.
+        snapshot: whether it has a copy of the code.
+    """
     corpora = {config.data.corpus.parent for config in request.configs}
     others = {c.checkpoint.continue_from for c in request.configs if c.checkpoint.continue_from}
-    return JobFolders(request.home, code, tuple(sorted(corpora | others)))
+    code = request.home / "code" / stamp if snapshot else None
+    return JobFolders(request.home, stamp, code, tuple(sorted(corpora | others)))
 
 
-def script(request: Request, code: Path | None) -> str:
-    """The text that sbatch would be given."""
+def script(request: Request, where: JobFolders) -> str:
+    """The text that sbatch is given."""
     config = request.configs[0].model_copy(update={"name": request.home.name})
-    where = folders(request, code)
     return sbatch_text(config, request.site, request.options, where, sys.executable, client.version())
 
 
@@ -86,17 +92,19 @@ def submit(request: Request, warn: Callable[[str], None]) -> list[Job]:
     with ExitStack() as undo:
         for folder in (request.home, *(config.run_folder for config in request.configs)):
             _make(folder, undo)
-        code = _code(request.home, undo, warn)
-        where = folders(request, code)
+        top = snapshot.checkout()
+        stamp = f"{datetime.datetime.now():%Y%m%d-%H%M%S}-{uuid.uuid4().hex[:6]}"
+        where = folders(request, stamp, top is not None)
         _make(where.logs, undo)
         _make(where.jobs.parent, undo)
-        text = script(request, code)
+        undo.callback(shutil.rmtree, where.jobs.parent, ignore_errors=True)
+        if top and where.code:
+            _copy_code(top, where.code, undo, warn)
         chain: list[list[str]] = []
         for _ in range(request.chain):
             after = chain[-1][0].split("_")[0] if chain else None  # of an array, all elements
-            options = replace(request.options, after=after)
-            link = script(replace(request, options=options), code) if after else text
-            chain.append(_Executor(where, link, undo).send(request.entries, request.array))
+            link = replace(request, options=replace(request.options, after=after))
+            chain.append(_Executor(where, script(link, where)).send(request.entries, request.array))
             undo.callback(_withdraw, chain[-1])
         jobs = [_job(request, [link[index] for link in chain], where) for index in range(len(request.configs))]
         for config, job in zip(request.configs, jobs):
@@ -129,18 +137,12 @@ def _remove_empty(folder: Path) -> None:
         folder.rmdir()
 
 
-def _code(home: Path, undo: ExitStack, warn: Callable[[str], None]) -> Path | None:
-    top = snapshot.checkout()
-    if top is None:
-        return None
-    _make(home / "code", undo)
-    stamp = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
-    target = home / "code" / f"{stamp}-{uuid.uuid4().hex[:6]}"
+def _copy_code(top: Path, target: Path, undo: ExitStack, warn: Callable[[str], None]) -> None:
+    _make(target.parent, undo)
     undo.callback(shutil.rmtree, target, ignore_errors=True)
     loose = snapshot.take(top, target)
     if loose:
         warn(f"{len(loose)} files that git does not track are not in the job's code, for example {loose[0]}: git add.")
-    return target
 
 
 def _withdraw(ids: Sequence[str]) -> None:
@@ -151,50 +153,29 @@ def _withdraw(ids: Sequence[str]) -> None:
 class _Executor(SlurmExecutor):
     """submitit's executor with our script, and sbatch called in a clean environment and with a time limit.
 
-    submitit keeps a file for each pickle and script under a temporary name until it knows the job's id.
+    submitit puts pickles and scripts beside the job's folder, under temporary names, until it knows the job's id.
     """
 
-    def __init__(self, where: JobFolders, text: str, undo: ExitStack) -> None:
+    def __init__(self, where: JobFolders, text: str) -> None:
         super().__init__(where.jobs, python=sys.executable)
-        self._text, self._undo, self._home = text, undo, where.home
+        self._text, self._waiting = text, where.jobs.parent
 
     def send(self, entries: Sequence[Entry], array: bool) -> list[str]:
         """Queue one job, an array where it is asked for; the id of each entry's."""
         tasks = [DelayedSubmission(slurm_task, function, args) for function, args in entries]
-        with self._clean():
-            if not array:
-                return [job.job_id for job in self._internal_process_submissions(tasks)]
-            return self._send_array(tasks)
-
-    def _send_array(self, tasks: Sequence[DelayedSubmission]) -> list[str]:
-        pickles = []
-        for task in tasks:
-            pickles.append(self._parent / f"{uuid.uuid4().hex}.pkl")
-            task.set_timeout(0, 0)
-            task.dump(pickles[-1])
+        if not array:
+            return [job.job_id for job in self._internal_process_submissions(tasks)]
+        pickles = [self._waiting / f"{index}.pkl" for index in range(len(tasks))]
+        for task, pickle in zip(tasks, pickles):
+            task.dump(pickle)
         first = self._submit_command("").job_id
         jobs: list[SlurmJob[Any]] = [SlurmJob(self.folder, f"{first}_{i}", [0]) for i in range(len(tasks))]
         for job, pickle in zip(jobs, pickles):
             job.paths.move_temporary_file(pickle, "submitted_pickle")
         return [job.job_id for job in jobs]
 
-    @property
-    def _parent(self) -> Path:
-        return Path(self.folder).parent
-
-    @contextmanager
-    def _clean(self) -> Iterator[None]:
-        """Temporary files go whatever happens; those that the job needs have other names by then."""
-        before = set(self._parent.iterdir())
-        try:
-            yield
-        finally:
-            for path in set(self._parent.iterdir()) - before:
-                if path.suffix in (".pkl", ".sh"):
-                    path.unlink(missing_ok=True)
-
     def _submit_command(self, command: str) -> SlurmJob[Any]:
-        path = self._parent / f".submission_file_{uuid.uuid4().hex}.sh"
+        path = self._waiting / "submission.sh"
         path.write_text(self._text)
         try:
             said = client.call(["sbatch", "--parsable", str(path)], submission_environment(os.environ))
@@ -207,6 +188,5 @@ class _Executor(SlurmExecutor):
             ) from None
         job_id = said.strip().splitlines()[-1].split(";")[0]  # id;cluster where there are several
         job: SlurmJob[Any] = SlurmJob(self.folder, job_id, [0])
-        self._undo.callback(shutil.rmtree, job.paths.folder, ignore_errors=True)
         job.paths.move_temporary_file(path, "submission_file")
         return job

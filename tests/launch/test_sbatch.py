@@ -16,7 +16,8 @@ from hpctrain.launch.profile import Profile, Site, profiles, site
 from hpctrain.launch.sbatch import JobFolders, Options, sbatch_text
 
 GOLDEN = Path(__file__).parent / "golden"
-HOME, CODE = Path("/shared/runs/tiny"), Path("/shared/runs/tiny/code/20260101-120000-abcdef")
+HOME, STAMP = Path("/shared/runs/tiny"), "20260101-120000-abcdef"
+CODE = HOME / "code" / STAMP
 PYTHON = "/opt/venv/bin/python"
 
 
@@ -34,11 +35,11 @@ def contained(kind: str, **fields: object) -> Site:
     return made(mpi="pmix", environment={"HF_HOME": "/scratch/hf"}, container=container)
 
 
-FOLDERS = JobFolders(HOME, CODE, (Path("/shared/corpora"), HOME / "inside"))
+FOLDERS = JobFolders(HOME, STAMP, CODE, (Path("/shared/corpora"), HOME / "inside"))
 ALL = Options(partition="gpu", account="physics", time="1-12", qos="high", after="4711")
 
 CASES = {
-    "generic": (config(1, 8), site("generic"), Options(), JobFolders(HOME)),
+    "generic": (config(1, 8), site("generic"), Options(), JobFolders(HOME, STAMP)),
     "lab": (config(), site("lab"), Options(time="5"), FOLDERS),
     "dgx-h100-chained": (config(16, 8), site("dgx-h100"), ALL, FOLDERS),
     "array": (config(1, 1), made(gpus="none"), Options(elements=12), FOLDERS),
@@ -91,21 +92,21 @@ def execute(script: str, folder: Path, **env: str) -> tuple[list[str], dict[str,
 
 def test_what_bash_makes_of_it(tmp_path: Path) -> None:
     odd = 'it\'s "$HOME" `id` \\ %j'
-    where = JobFolders(tmp_path / "run", tmp_path / "code")
+    where = JobFolders(tmp_path / "run", STAMP, tmp_path / "code")
     profile = made("export FROM_PROLOGUE=$ODD", environment={"ODD": odd}, srun_args=(odd,))
     script = sbatch_text(config(), profile, Options(), where, PYTHON)
     arguments, env, status = execute(script, tmp_path, SLURM_JOB_ID="7", PYTHONPATH="/before", STATUS="3")
     assert env["ODD"] == env["FROM_PROLOGUE"] == odd
     assert odd in arguments
     assert f"--output={tmp_path}/run/logs/7/rank-%t.log" in arguments
-    assert arguments[-5:] == [PYTHON, "-u", "-m", "submitit.core._submit", f"{tmp_path}/run/jobs/%j"]
+    assert arguments[-5:] == [PYTHON, "-u", "-m", "submitit.core._submit", f"{tmp_path}/run/jobs/{STAMP}/%j"]
     assert env["PYTHONPATH"] == f"{tmp_path}/code:/before"
     assert (tmp_path / "run" / "logs" / "7").is_dir()
     assert status == 3, "the job ends as its ranks do"
 
 
 def test_elements_of_an_array_have_logs_of_their_own(tmp_path: Path) -> None:
-    script = sbatch_text(config(), made(), Options(elements=3), JobFolders(tmp_path / "run", CODE), PYTHON)
+    script = sbatch_text(config(), made(), Options(elements=3), JobFolders(tmp_path / "run", STAMP, CODE), PYTHON)
     of_array = {"SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "2"}
     arguments, env, _ = execute(script, tmp_path, SLURM_JOB_ID="9", **of_array)
     assert f"--output={tmp_path}/run/logs/7_2/rank-%t.log" in arguments
@@ -113,7 +114,7 @@ def test_elements_of_an_array_have_logs_of_their_own(tmp_path: Path) -> None:
 
 
 def test_enroot_passes_the_variables_of_a_task_and_no_others(tmp_path: Path) -> None:
-    script = sbatch_text(config(), contained("enroot"), Options(), JobFolders(tmp_path / "run"), PYTHON)
+    script = sbatch_text(config(), contained("enroot"), Options(), JobFolders(tmp_path / "run", STAMP), PYTHON)
     arguments, *_ = execute(script, tmp_path, SLURM_JOB_ID="7")
     (tmp_path / "enroot").write_text('#!/bin/bash\nprintf "%s\\n" "$@"\n')
     (tmp_path / "enroot").chmod(0o755)
@@ -144,6 +145,6 @@ def test_what_is_asked_for_wins_over_the_profile() -> None:
 @pytest.mark.parametrize("odd", ["with space", "100%", "new\nline", 'quo"te', "apo'strophe", "$HOME", "a,b", "back\\"])
 def test_paths_that_slurm_would_misread_are_refused(odd: str) -> None:
     with pytest.raises(ConfigError, match=r"^folder=.*can be told to Slurm; use another folder\.$"):
-        JobFolders(Path("/runs") / odd)
+        JobFolders(Path("/runs") / odd, STAMP)
     with pytest.raises(ConfigError):
-        JobFolders(HOME, None, (Path("/data") / odd,))
+        JobFolders(HOME, STAMP, None, (Path("/data") / odd,))

@@ -79,7 +79,9 @@ def test_ranks_find_what_the_plan_says(tmp_path: Path) -> None:
     assert {tuple(r["handlers"]) for r in found} == {("SIG_DFL",) * 3}, "submitit's handlers would requeue by a guess"
     assert Job.read(tmp_path / "run") == job
     assert {path.name for path in (job.logs / job.ids[0]).iterdir()} == {f"rank-{rank}.log" for rank in range(4)}
-    pickled = tmp_path / "run" / "jobs" / job.ids[0] / f"{job.ids[0]}_submitted.pkl"
+    (folder,) = (tmp_path / "run" / "jobs").iterdir()
+    assert [path.name for path in folder.iterdir()] == list(job.ids), "no temporary file is left"
+    pickled = folder / job.ids[0] / f"{job.ids[0]}_submitted.pkl"
     assert pickle.loads(pickled.read_bytes()).args == (jobs.report, (str(out),))
     assert locate(job.ids[0], tmp_path) == (tmp_path / "run", job)
 

@@ -36,4 +36,4 @@ srun \
   --open-mode=append \
   --cpus-per-task=28 \
   --output="/shared/runs/tiny/logs/$job/rank-%t.log" \
-  /opt/venv/bin/python -u -m submitit.core._submit /shared/runs/tiny/jobs/%j
+  /opt/venv/bin/python -u -m submitit.core._submit /shared/runs/tiny/jobs/20260101-120000-abcdef/%j

@@ -26,4 +26,4 @@ srun \
   --kill-on-bad-exit=1 \
   --open-mode=append \
   --output="/shared/runs/tiny/logs/$job/rank-%t.log" \
-  /opt/venv/bin/python -u -m submitit.core._submit /shared/runs/tiny/jobs/%j
+  /opt/venv/bin/python -u -m submitit.core._submit /shared/runs/tiny/jobs/20260101-120000-abcdef/%j

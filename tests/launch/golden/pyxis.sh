@@ -28,4 +28,4 @@ srun \
   --container-mounts=/shared/runs/tiny:/shared/runs/tiny,/shared/corpora:/shared/corpora,/scratch:/scratch \
   --no-container-mount-home \
   --output="/shared/runs/tiny/logs/$job/rank-%t.log" \
-  python3 -u -m submitit.core._submit /shared/runs/tiny/jobs/%j
+  python3 -u -m submitit.core._submit /shared/runs/tiny/jobs/20260101-120000-abcdef/%j

@@ -30,7 +30,7 @@ $(STAMP): setup.cfg pyproject.toml constraints.txt
 	$(PIP) install -c constraints.txt torch
 	$(PIP) install -c constraints.txt -e '.[dev]'
 	@touch $@
-	@echo "Installed $(BIN)/hpctrain."
+	@echo "Installed $(BIN)/hpctrain; '. $(BIN)/activate' puts it on your path."
 
 train: $(STAMP) ## install, build a corpus from Python's own sources, train the default recipe on it
 	$(BIN)/hpctrain data stdlib $(CORPUS)

@@ -1,6 +1,6 @@
 """How fast a checkpoint is saved, beside the limit and beside PyTorch's own.
 
-    python -m benchmarks.checkpoint_save --folder /scratch/$USER --mib 512 --ranks 2
+    python -m benchmarks.checkpoint_save --folder /scratch/$USER --mib 512 --ranks 2 --rounds 9
 
 Every rank holds its share of one state, `tensors` equal float32 tensors cut along dim 0. In every round all
 contenders save it once, in turn, so that a busy disk is busy for all of them:
@@ -9,8 +9,9 @@ contenders save it once, in turn, so that a busy disk is busy for all of them:
     ours   hpctrain.checkpoint.collective.save: checksums, index, manifest and commit included
     dcp    torch.distributed.checkpoint.save of DTensors, with its default sync_files=True
 
-A round's time is that of the slowest rank, from a barrier. Reported are medians over rounds, and medians of
-the rounds' ratios to `raw`, as JSON. The first round is not counted.
+The order turns from round to round. A round's time is that of the slowest rank, from a barrier. Reported are
+medians over rounds, and medians of the rounds' ratios to `raw`, as JSON, with the load of the machine before and
+after: on a busy one they say little. The first round is not counted.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from typing import Any
 from hpctrain.launch.zygote import Zygote
 
 CONTENDERS = ("raw", "ours", "dcp")
-TENSORS = 16
+TENSORS, WIDTH = 16, 1024
 
 
 def main() -> None:
@@ -38,29 +39,46 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()), help="on the disk to measure")
     parser.add_argument("--mib", type=int, default=512, help="size of the state over all ranks, MiB")
     parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--rounds", type=int, default=9, help="that count")
+    parser.add_argument("--quick", action="store_true", help="2 rounds of 64 MiB")
     options = parser.parse_args()
-    folder = Path(tempfile.mkdtemp(prefix="hpctrain-bench-", dir=options.folder))
+    mib, rounds = (64, 2) if options.quick else (options.mib, options.rounds)
     zygote = Zygote(
         imports=("torch.distributed.checkpoint", "torch.distributed.tensor", "hpctrain.checkpoint.collective")
     )
     try:
-        times = zygote.run(measure, options.ranks, folder, options.mib, options.rounds, timeout_s=1800.0)[0]
+        print(json.dumps(measure(zygote, options.folder, mib, options.ranks, rounds), indent=1))
     finally:
         zygote.close()
+
+
+def measure(zygote: Zygote, disk: Path, mib: int, ranks: int, rounds: int) -> dict[str, Any]:
+    """Medians, ratios to `raw`, and rows for a table.
+
+    Args:
+        zygote: forks the ranks.
+        disk: folder on the disk to measure.
+        mib: size of the state over all ranks, MiB; at least one a rank.
+        ranks: that save it.
+        rounds: that count.
+    """
+    folder, before = Path(tempfile.mkdtemp(prefix="hpctrain-bench-", dir=disk)), os.getloadavg()[0]
+    try:
+        times = zygote.run(rank_times, ranks, folder, mib, rounds, timeout_s=1800.0)[0]
+    finally:
         shutil.rmtree(folder, ignore_errors=True)
-    print(json.dumps(report(times, options), indent=1))
+    return report(times, mib, ranks) | {"load": [before, os.getloadavg()[0]]}
 
 
-def measure(folder: Path, mib: int, rounds: int) -> dict[str, list[float]]:
+def rank_times(folder: Path, mib: int, rounds: int) -> dict[str, list[float]]:
     """Seconds of each round by contender, on one rank; the same on all."""
     import torch
     import torch.distributed as dist
 
     rank, world = dist.get_rank(), dist.get_world_size()
-    rows = (mib << 20) // (4 * 1024 * TENSORS * world)
+    rows = (mib << 20) // (4 * WIDTH * TENSORS * world)
     generator = torch.Generator().manual_seed(rank)
-    shards = [torch.randn(rows, 1024, generator=generator) for _ in range(TENSORS)]
+    shards = [torch.randn(rows, WIDTH, generator=generator) for _ in range(TENSORS)]
     contenders = {"raw": raw(shards, rank), "ours": ours(shards, rank, world), "dcp": dcp(shards, world)}
     times: dict[str, list[float]] = {name: [] for name in CONTENDERS}
     for at in range(rounds + 1):
@@ -135,22 +153,22 @@ def dcp(shards: list, world: int) -> Callable[[Path], None]:
     return lambda target: checkpoint.save(state, checkpoint_id=target) and None
 
 
-def report(times: dict[str, list[float]], options: argparse.Namespace) -> dict[str, Any]:
-    """Medians, ratios to `raw`, and rows for a table: what, figure, beside, ratio."""
+def report(times: dict[str, list[float]], mib: int, ranks: int) -> dict[str, Any]:
+    """Of the seconds of each round by contender."""
     seconds = {name: statistics.median(times[name]) for name in CONTENDERS}
     ratio = {n: statistics.median(raw / own for raw, own in zip(times["raw"], times[n])) for n in CONTENDERS}
-    rate = {name: (options.mib << 20) / 1e6 / s for name, s in seconds.items()}
-    what = f"checkpoint save, {options.mib} MiB over {options.ranks} ranks"
+    rate = {name: (mib << 20) / 1e6 / s for name, s in seconds.items()}
+    what = f"checkpoint save, {mib} MiB over {ranks} ranks"
     limit = f"raw write and fsync: {rate['raw']:,.0f} MB/s"
     return {
-        "mib": options.mib,
-        "ranks": options.ranks,
+        "mib": mib,
+        "ranks": ranks,
         "seconds": seconds,
         "ratio_to_raw": ratio,
         "rounds": times,
         "rows": [
-            (what, f"{rate['ours']:,.0f} MB/s", limit, f"{ratio['ours']:.2f}"),
-            (f"{what}, torch.distributed.checkpoint", f"{rate['dcp']:,.0f} MB/s", limit, f"{ratio['dcp']:.2f}"),
+            [what, f"{rate['ours']:,.0f} MB/s", limit, f"{ratio['ours']:.2f}"],
+            [f"{what}, torch.distributed.checkpoint", f"{rate['dcp']:,.0f} MB/s", limit, f"{ratio['dcp']:.2f}"],
         ],
     }
 

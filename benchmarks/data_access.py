@@ -4,7 +4,7 @@ Every reader returns what a step needs, tokens and labels as int64 torch tensors
 from the page cache, in one process. Readers take turns in one run, in an order drawn anew for each round, so
 that what else the machine does falls on all of them; ratios are medians over rounds.
 
-    python benchmarks/data_access.py --json out.json
+    python -m benchmarks.data_access [--seq 2048] [--batch 32]
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -24,6 +25,9 @@ from hpctrain.data.batches import Batches
 from hpctrain.data.build import build
 from hpctrain.data.corpus import Corpus
 from hpctrain.data.sources import list_sources
+
+OURS, WITH_DOCUMENTS = "hpctrain", "hpctrain with documents"
+BY_SAMPLE, BY_BATCH = "numpy memmap, sample by sample", "numpy memmap, batch by batch"
 
 Reader = Callable[[int], object]
 """Reads the n-th batch."""
@@ -75,7 +79,7 @@ def ours(corpus: Corpus, seq: int, batch: int, document_mask: bool) -> Reader:
     return lambda n: batches.batch(n * batch)
 
 
-def measure(readers: dict[str, Reader], batches: int, rounds: int) -> dict[str, list[float]]:
+def turns(readers: dict[str, Reader], batches: int, rounds: int) -> dict[str, list[float]]:
     """Seconds for `batches` batches, by reader and round."""
     seconds: dict[str, list[float]] = {name: [] for name in readers}
     rng = np.random.default_rng(2)
@@ -89,42 +93,70 @@ def measure(readers: dict[str, Reader], batches: int, rounds: int) -> dict[str, 
     return seconds
 
 
+def measure(seq: int, batch: int, tokens: int, batches: int, rounds: int) -> dict[str, Any]:
+    """Rates, ratios and rows for a table.
+
+    Args:
+        seq: tokens of a sample.
+        batch: samples of a batch.
+        tokens: of the corpus.
+        batches: in a round.
+        rounds: that count.
+    """
+    with tempfile.TemporaryDirectory() as name:
+        corpus, plain = make_corpus(Path(name), tokens), Path(name, "plain.bin")
+        corpus.tokens.tofile(plain)
+        readers = {
+            OURS: ours(corpus, seq, batch, False),
+            WITH_DOCUMENTS: ours(corpus, seq, batch, True),
+            BY_SAMPLE: memmap_by_sample(plain, seq, batch),
+            BY_BATCH: memmap_by_batch(plain, seq, batch),
+        }
+        seconds = turns(readers, batches, rounds)
+    rate = {name: batch * batches / statistics.median(s) for name, s in seconds.items()}
+    over = {
+        peer: {
+            name: statistics.median(p / s for p, s in zip(seconds[peer], seconds[name]))
+            for name in (OURS, WITH_DOCUMENTS)
+        }
+        for peer in (BY_SAMPLE, BY_BATCH)
+    }
+    what = f"samples of {seq} tokens in batches of {batch}"
+    return {
+        "what": "batches of random windows to int64 tensors, page cache, one process",
+        "seq": seq,
+        "batch": batch,
+        "tokens": tokens,
+        "batches": batches,
+        "rounds": rounds,
+        "samples_per_s": {name: round(r) for name, r in rate.items()},
+        "speed_over": {peer: {name: round(r, 3) for name, r in ratios.items()} for peer, ratios in over.items()},
+        "rows": [
+            [
+                what + (", with document masks" if name == WITH_DOCUMENTS else ""),
+                f"{rate[name]:,.0f} samples/s",
+                f"{peer}: {rate[peer]:,.0f} samples/s",
+                f"{over[peer][name]:.2f}",
+            ]
+            for name in (OURS, WITH_DOCUMENTS)
+            for peer in (BY_SAMPLE, BY_BATCH)
+        ],
+    }
+
+
 def main() -> None:
+    """Print the result as JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seq", type=int, default=2048)
     parser.add_argument("--batch", type=int, default=32)
     parser.add_argument("--tokens", type=int, default=20_000_000)
     parser.add_argument("--batches", type=int, default=100, help="in a round")
     parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--json", type=Path, help="write the result here too")
+    parser.add_argument("--quick", action="store_true", help="3 rounds of 10 batches, 1M tokens")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    with tempfile.TemporaryDirectory() as name:
-        corpus, plain = make_corpus(Path(name), args.tokens), Path(name, "plain.bin")
-        corpus.tokens.tofile(plain)
-        readers = {
-            "memmap by sample": memmap_by_sample(plain, args.seq, args.batch),
-            "memmap by batch": memmap_by_batch(plain, args.seq, args.batch),
-            "hpctrain": ours(corpus, args.seq, args.batch, False),
-            "hpctrain with documents": ours(corpus, args.seq, args.batch, True),
-        }
-        seconds = measure(readers, args.batches, args.rounds)
-    samples = args.batch * args.batches
-    result = {
-        "what": "batches of random windows to int64 tensors, page cache, one process",
-        **{key: getattr(args, key) for key in ("seq", "batch", "tokens", "batches", "rounds")},
-        "samples_per_s": {name: round(samples / statistics.median(s)) for name, s in seconds.items()},
-        "speed_over": {
-            peer: {
-                name: round(statistics.median(p / s for p, s in zip(seconds[peer], seconds[name])), 3)
-                for name in ("hpctrain", "hpctrain with documents")
-            }
-            for peer in ("memmap by sample", "memmap by batch")
-        },
-    }
-    print(json.dumps(result, indent=2))
-    if args.json:
-        args.json.write_text(json.dumps(result, indent=2) + "\n")
+    tokens, batches, rounds = (1_000_000, 10, 3) if args.quick else (args.tokens, args.batches, args.rounds)
+    print(json.dumps(measure(args.seq, args.batch, tokens, batches, rounds), indent=1))
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
 All are timed in turn, round after round, in forked processes of one thread each, so that a change in the
 machine's speed meets all of them; what is reported is the median over rounds of the ratio within a round.
 
-    python -m benchmarks.training [--recipe gpt-tiny] [--rounds 9] [--steps 6]
+    python -m benchmarks.training [--recipe gpt-tiny] [--rounds 9] [--steps 6] [KEY=VALUE ...]
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ import argparse
 import json
 import statistics
 import time
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from hpctrain.config.load import load
 from hpctrain.config.schema import RunConfig
@@ -101,7 +103,7 @@ def ours(config: RunConfig, world: int, steps: int) -> float:
     return _rate(step, steps, config.train.global_batch * config.data.seq)
 
 
-def _rate(step, steps: int, tokens: int) -> float:  # type: ignore[no-untyped-def]
+def _rate(step: Callable[[], None], steps: int, tokens: int) -> float:
     step()
     times = []
     for _ in range(steps):
@@ -111,37 +113,61 @@ def _rate(step, steps: int, tokens: int) -> float:  # type: ignore[no-untyped-de
     return tokens / statistics.median(times)
 
 
-def measure(recipe: str, rounds: int, steps: int) -> dict[str, object]:
-    """Rates and ratios of all contenders."""
-    zygote = Zygote(IMPORTS)
+def measure(zygote: Zygote, recipe: str, overrides: Sequence[str], rounds: int, steps: int) -> dict[str, Any]:
+    """Rates and ratios of all contenders, and rows for a table.
+
+    Args:
+        zygote: forks the ranks.
+        recipe: of a GPT-2.
+        overrides: of its settings.
+        rounds: in each of which all contenders have their turn.
+        steps: timed in a turn.
+    """
+    one, two = (load(recipe, [*overrides, f"parallel.tp={tp}"]) for tp in (1, 2))
     contenders = {
-        "plain": (plain, 0, (load(recipe), steps)),
-        "tp=1": (ours, 1, (load(recipe, ["parallel.tp=1"]), 1, steps)),
-        "tp=2": (ours, 2, (load(recipe, ["parallel.tp=2"]), 2, steps)),
+        "plain": (plain, 0, (one, steps)),
+        "tp=1": (ours, 1, (one, 1, steps)),
+        "tp=2": (ours, 2, (two, 2, steps)),
     }
-    rates: dict[str, list[float]] = {name: [] for name in contenders}
-    for _ in range(rounds):
-        for name, (function, world, args) in contenders.items():
-            rates[name].append(min(zygote.run(function, world, *args)))
-    zygote.close()
-    ratios = {n: [a / b for a, b in zip(rates[n], rates["plain"])] for n in rates}
+    names = list(contenders)
+    rates: dict[str, list[float]] = {name: [] for name in names}
+    for turn in range(rounds):
+        for name in names[turn % 3 :] + names[: turn % 3]:
+            function, world, args = contenders[name]
+            rates[name].append(min(zygote.run(function, world, *args, timeout_s=600.0)))
+    ratios = {name: [a / b for a, b in zip(rates[name], rates["plain"])] for name in names}
+    rate = {name: statistics.median(r) for name, r in rates.items()}
+    ratio = {name: statistics.median(r) for name, r in ratios.items()}
+    beside = f"plain PyTorch loop, one process: {rate['plain']:,.0f} tokens/s"
     return {
         "recipe": recipe,
+        "overrides": list(overrides),
         "rounds": rounds,
-        "tokens_per_second": {n: statistics.median(r) for n, r in rates.items()},
-        "ratio_to_plain": {n: statistics.median(r) for n, r in ratios.items()},
-        "ratio_spread": {n: [min(r), max(r)] for n, r in ratios.items()},
+        "tokens_per_second": rate,
+        "ratio_to_plain": ratio,
+        "ratio_spread": {name: [min(r), max(r)] for name, r in ratios.items()},
+        "rows": [
+            [f"train step of `{recipe}`, {name}", f"{rate[name]:,.0f} tokens/s", beside, f"{ratio[name]:.2f}"]
+            for name in names[1:]
+        ],
     }
 
 
 def main() -> None:
     """Print the result as JSON."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="settings of the recipe")
     parser.add_argument("--recipe", default="gpt-tiny")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--steps", type=int, default=6)
+    parser.add_argument("--quick", action="store_true", help="2 rounds of 2 steps")
     args = parser.parse_args()
-    print(json.dumps(measure(args.recipe, args.rounds, args.steps), indent=1))
+    rounds, steps = (2, 2) if args.quick else (args.rounds, args.steps)
+    zygote = Zygote(IMPORTS)
+    try:
+        print(json.dumps(measure(zygote, args.recipe, args.overrides, rounds, steps), indent=1))
+    finally:
+        zygote.close()
 
 
 if __name__ == "__main__":

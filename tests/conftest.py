@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import socket
 import sys
@@ -19,18 +20,17 @@ from hpctrain import lab
 from hpctrain.lab import requirements
 from hpctrain.launch.zygote import Zygote
 
-PARENT = Zygote(
-    imports=(
-        "torch._dynamo",
-        "torch.distributed",
-        "h5py",
-        "deepspeed",
-        "hpctrain.parallel.parallelize",
-        "hpctrain.sharding.none.engine",
-        "hpctrain.sharding.deepspeed.engine",
-        "hpctrain.train.loop",
-    )
+MODULES = (
+    "torch._dynamo",
+    "torch.distributed",
+    "h5py",
+    "deepspeed",
+    "hpctrain.parallel.parallelize",
+    "hpctrain.sharding.none.engine",
+    "hpctrain.sharding.deepspeed.engine",
+    "hpctrain.train.loop",
 )
+PARENT = Zygote([name for name in MODULES if importlib.util.find_spec(name.split(".")[0])])
 """Forked here, before anything in this process imports torch or computes."""
 
 NO_LAB = requirements.obstacle(accounting=True)

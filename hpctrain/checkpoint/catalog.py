@@ -5,7 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from hpctrain.checkpoint.manifest import FOLDER, MANIFEST, POINTER, Manifest, load_manifest, parse_step
+from hpctrain.checkpoint.manifest import (
+    FOLDER,
+    MANIFEST,
+    POINTER,
+    Manifest,
+    load_manifest,
+    parse_refused,
+    parse_step,
+)
 from hpctrain.errors import CheckpointError
 
 
@@ -22,6 +30,13 @@ def committed(root: Path) -> list[Path]:
     if not root.is_dir():
         return []
     return [p for p in root.iterdir() if parse_step(p.name) is not None and p.is_dir()]
+
+
+def set_aside(root: Path) -> list[Path]:
+    """Folders of committed steps that were refused, in no order. Nothing starts from them any more."""
+    if not root.is_dir():
+        return []
+    return [p for p in root.iterdir() if parse_refused(p.name) is not None and p.is_dir()]
 
 
 def pointer(root: Path) -> str | None:
@@ -46,10 +61,15 @@ def candidates(path: Path) -> list[Path]:
     Args:
         path: a run folder, a folder of checkpoints, or one checkpoint.
     """
-    if parse_step(path.name) is not None or (path / MANIFEST).is_file():
+    if _is_one(path):
         return [path] if path.is_dir() else []
     found = [(serial(p), p.name, p) for p in committed(root_of(path))]
     return [p for s, _, p in sorted(found, key=lambda f: (f[0] == 0, f[0], f[1]), reverse=True)]
+
+
+def _is_one(path: Path) -> bool:
+    named = parse_step(path.name) is not None or parse_refused(path.name) is not None
+    return named or (path / MANIFEST).is_file()
 
 
 @dataclass(frozen=True)
@@ -62,6 +82,7 @@ class Listing:
         latest: the pointer names it.
         manifest: None where it cannot be read.
         damage: why it cannot; empty where it can.
+        refused: it was found damaged and set aside.
     """
 
     path: Path
@@ -69,24 +90,27 @@ class Listing:
     latest: bool
     manifest: Manifest | None
     damage: str = ""
+    refused: bool = False
 
 
 def ls(path: Path) -> list[Listing]:
-    """What there is, in the order of steps, by manifests alone.
+    """What there is, in the order of steps, by manifests alone; what was set aside, too.
 
     Args:
         path: a run folder, a folder of checkpoints, or one checkpoint.
     """
     lines = []
-    for folder in candidates(path):
+    aside = [] if _is_one(path) else set_aside(root_of(path))
+    for folder in [*candidates(path), *aside]:
         latest = pointer(folder.parent) == folder.name
         manifest, damage = None, ""
         try:
             manifest = load_manifest(folder)
         except CheckpointError as error:
             damage = str(error)
-        step = parse_step(folder.name)
+        refused = parse_refused(folder.name)
+        step = parse_step(folder.name) if refused is None else refused
         if step is None:
             step = manifest.step if manifest else 0
-        lines.append(Listing(folder, step, latest, manifest, damage))
+        lines.append(Listing(folder, step, latest, manifest, damage, refused is not None))
     return sorted(lines, key=lambda line: (line.step, line.path.name))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, TypeVar, cast
@@ -62,7 +62,13 @@ class Found:
 
 
 def save(
-    folder: Path, step: int, source: StateSource, extra: Mapping[str, Any], axis: Axis, keep: int = 2
+    folder: Path,
+    step: int,
+    source: StateSource,
+    extra: Mapping[str, Any],
+    axis: Axis,
+    keep: int = 2,
+    refused: Sequence[Verdict] = (),
 ) -> SaveReport:
     """Save a state. When it returns, on any rank, the checkpoint is on the disk and is the newest.
 
@@ -73,6 +79,7 @@ def save(
         extra: what the driver wants to know again; must survive JSON. The first rank's counts.
         axis: all ranks that hold state.
         keep: committed checkpoints that are left, this one included.
+        refused: by `find`, when this run began: they do not count among those, and are set aside.
 
     Raises:
         CheckpointError: on all ranks, if any rank failed. Nothing of the attempt is left; older checkpoints
@@ -91,7 +98,7 @@ def save(
         _on_first(axis, "an unfinished checkpoint was not removed", lambda: commit.abandon(staging))
         raise
     seconds = time.perf_counter() - began
-    _on_first(axis, "an old checkpoint was not deleted", lambda: commit.prune(path, keep))
+    _on_first(axis, "an old checkpoint was not deleted", lambda: commit.prune(path, keep, refused))
     return SaveReport(seconds, sum(r.bytes for r in records), path)
 
 
@@ -137,7 +144,7 @@ def _judge(path: Path, axis: Axis, ranks: _Together) -> Verdict:
     damage = list(dict.fromkeys(d for v in verdicts for d in v.damage))
     if not damage and len({v.identity for v in verdicts}) > 1:
         damage.append(Damage(MANIFEST, "differs between ranks; the run folder must be on a shared filesystem"))
-    return Verdict(path, tuple(damage))
+    return Verdict(path, tuple(damage), verdicts[0].bytes, verdicts[0].identity)
 
 
 def _open(path: Path, ranks: _Together, refused: tuple[Verdict, ...]) -> Found:

@@ -2,20 +2,21 @@
 
 A folder is a checkpoint from the moment it is renamed from `step-N.partial`. At that moment everything in
 it is on the disk already. Deleting starts with the way back: a folder is renamed to `.partial` first, so that a
-half deleted checkpoint is never mistaken for one.
+half deleted checkpoint is never mistaken for one. One that was found damaged is set aside before anything is
+deleted: counted among those to keep, it would push out the last good one.
 """
 
 from __future__ import annotations
 
 import datetime
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from hpctrain.checkpoint import files
 from hpctrain.checkpoint.boxes import incomplete
-from hpctrain.checkpoint.catalog import committed, serial
+from hpctrain.checkpoint.catalog import committed, serial, set_aside
 from hpctrain.checkpoint.manifest import (
     MANIFEST,
     PARTIAL,
@@ -24,9 +25,12 @@ from hpctrain.checkpoint.manifest import (
     Manifest,
     dump_manifest,
     load_index,
+    parse_refused,
     parse_step,
+    refused_name,
     step_name,
 )
+from hpctrain.checkpoint.verify import Verdict, still_is
 from hpctrain.errors import CheckpointError
 
 MARGIN = 1 << 20
@@ -45,8 +49,7 @@ def prepare(root: Path, step: int, need: int) -> Path:
         CheckpointError: the filesystem has less room than that.
     """
     _make_folders(root)
-    for stale in sorted(root.glob(f"*{PARTIAL}")):
-        files.remove_tree(stale) if stale.is_dir() else files.remove(stale)
+    _clear(root)
     free = shutil.disk_usage(root).free
     if need + MARGIN > free:
         raise CheckpointError(
@@ -56,6 +59,11 @@ def prepare(root: Path, step: int, need: int) -> Path:
     staging = root / (step_name(step) + PARTIAL)
     files.make_folder(staging)
     return staging
+
+
+def _clear(root: Path) -> None:
+    for stale in sorted(root.glob(f"*{PARTIAL}")):
+        files.remove_tree(stale) if stale.is_dir() else files.remove(stale)
 
 
 def _make_folders(path: Path) -> None:
@@ -92,10 +100,13 @@ def commit(
     manifest = Manifest(step, number, now, dict(scalars), dict(extra), tuple(records))
     files.write_file(staging / MANIFEST, dump_manifest(manifest))
     files.fsync_folder(staging)
-    folder = _free_name(root, step)
+    # A step may be saved again, by a run that stepped back; what is there stays until the new one is.
+    folder = _free(root, lambda repeat: step_name(step, repeat))
+    pointer = root / (POINTER + PARTIAL)
+    files.write_file(pointer, f"{folder.name}\n".encode())
     files.rename(staging, folder)
+    files.replace(pointer, root / POINTER)
     files.fsync_folder(root)
-    _point(root, folder.name)
     return folder
 
 
@@ -115,43 +126,66 @@ def _check(staging: Path, records: Sequence[FileRecord]) -> None:
         raise CheckpointError(f"The pieces of all ranks are not a whole state: {'; '.join(faults[:3])}.")
 
 
-def _free_name(root: Path, step: int) -> Path:
-    """A step may be saved again, by a run that stepped back; what is there stays until the new one is."""
+def _free(root: Path, name: Callable[[int], str]) -> Path:
+    """The first of the names 0, 1, 2, ... that nothing has."""
     repeat = 0
-    while (root / step_name(step, repeat)).exists():
+    while (root / name(repeat)).exists():
         repeat += 1
-    return root / step_name(step, repeat)
-
-
-def _point(root: Path, name: str) -> None:
-    new = root / (POINTER + PARTIAL)
-    files.write_file(new, f"{name}\n".encode())
-    files.replace(new, root / POINTER)
-    files.fsync_folder(root)
+    return root / name(repeat)
 
 
 def abandon(staging: Path) -> None:
     """Remove what a failed save has written."""
-    if staging.is_dir():
-        files.remove_tree(staging)
+    _clear(staging.parent)
 
 
-def prune(newest: Path, keep: int) -> None:
+def prune(newest: Path, keep: int, refused: Sequence[Verdict] = ()) -> None:
     """Delete all but the `keep` last commits. Those of a step that was committed again go first.
+
+    What was refused takes the place of none of them. It is set aside under another name, and deleted when all
+    `keep` places are taken by newer commits.
 
     Args:
         newest: just committed; never deleted.
         keep: at least 1.
+        refused: checkpoints found not valid, in this folder or elsewhere.
     """
     assert keep >= 1
+    root = newest.parent
+    for verdict in refused:
+        if verdict.path.parent.resolve() == root.resolve() and still_is(verdict):
+            _set_aside(verdict.path)
     kept: dict[int | None, Path] = {parse_step(newest.name): newest}
-    for folder in sorted(committed(newest.parent), key=serial, reverse=True):
+    doomed = []
+    for folder in sorted(committed(root), key=serial, reverse=True):
         step = parse_step(folder.name)
         if folder == newest or (step not in kept and len(kept) < keep):
             kept[step] = folder
-            continue
-        doomed = folder.with_name(folder.name + PARTIAL)
-        files.rename(folder, doomed)
-        files.fsync_folder(newest.parent)
-        files.remove_tree(doomed)
-    files.fsync_folder(newest.parent)
+        else:
+            doomed.append(folder)
+    if len(kept) == keep:
+        doomed += [folder for folder in set_aside(root) if all(_older(folder, k) for k in kept.values())]
+    _delete(doomed)
+
+
+def _set_aside(folder: Path) -> None:
+    files.rename(folder, _free(folder.parent, lambda repeat: refused_name(folder.name, repeat)))
+
+
+def _older(refused: Path, commit: Path) -> bool:
+    """By the order of commits; by steps where the refused one's manifest, which tells, is what is damaged."""
+    place = serial(refused)
+    if place:
+        return place < serial(commit)
+    return (parse_refused(refused.name) or 0) < (parse_step(commit.name) or 0)
+
+
+def _delete(folders: Iterable[Path]) -> None:
+    doomed = []
+    for folder in folders:
+        doomed.append(folder.with_name(folder.name + PARTIAL))
+        files.rename(folder, doomed[-1])
+    if doomed:
+        files.fsync_folder(doomed[0].parent)
+    for folder in doomed:
+        files.remove_tree(folder)

@@ -5,6 +5,7 @@ RUN/checkpoints/step-00000100/manifest.json              makes the folder a chec
 RUN/checkpoints/step-00000100/rank-00000.safetensors     values written by one rank
 RUN/checkpoints/step-00000100/rank-00000.json            which boxes of which tensors they are
 RUN/checkpoints/step-00000200.partial/                   being written, or being deleted
+RUN/checkpoints/step-00000150.refused/                   committed once, found damaged later, set aside
 """
 
 from __future__ import annotations
@@ -27,8 +28,10 @@ FOLDER = "checkpoints"
 POINTER = "latest"
 MANIFEST = "manifest.json"
 PARTIAL = ".partial"
+REFUSED = ".refused"
 
 _STEP = re.compile(r"step-(\d{8,})(?:-(\d+))?")
+_REFUSED = re.compile(_STEP.pattern + re.escape(REFUSED) + r"(?:-(\d+))?")
 
 
 def step_name(step: int, repeat: int = 0) -> str:
@@ -39,6 +42,17 @@ def step_name(step: int, repeat: int = 0) -> str:
 def parse_step(name: str) -> int | None:
     """The step that a committed folder's name stands for; None for other names."""
     match = _STEP.fullmatch(name)
+    return int(match[1]) if match else None
+
+
+def refused_name(name: str, repeat: int = 0) -> str:
+    """Name of a committed folder once it is set aside; `repeat` counts those of the same name before it."""
+    return name + REFUSED + (f"-{repeat}" if repeat else "")
+
+
+def parse_refused(name: str) -> int | None:
+    """The step of a folder that was set aside; None for other names."""
+    match = _REFUSED.fullmatch(name)
     return int(match[1]) if match else None
 
 

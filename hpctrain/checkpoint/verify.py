@@ -13,6 +13,7 @@ from hpctrain.checkpoint.manifest import (
     MANIFEST,
     Entry,
     FileRecord,
+    Manifest,
     checksum,
     checksum_text,
     dump_manifest,
@@ -55,7 +56,7 @@ class Verdict:
         path: its folder.
         damage: all that was found; empty for a valid one.
         bytes: of the files.
-        identity: the same wherever the same manifest is seen.
+        identity: the same wherever the same manifest is seen; 0 where it cannot be read.
     """
 
     path: Path
@@ -85,14 +86,26 @@ def verify(path: Path, share: Share = ALL, progress: Callable[[int], None] | Non
     except CheckpointError as error:
         return Verdict(path, (Damage(MANIFEST, str(error).removeprefix(f"{MANIFEST} ")),))
     if not manifest.files:
-        return Verdict(path, (Damage(MANIFEST, "lists no files"),))
+        return Verdict(path, (Damage(MANIFEST, "lists no files"),), 0, _identity(manifest))
     owners = balance([record.bytes for record in manifest.files], share.size)
     mine = [record for record, owner in zip(manifest.files, owners) if owner == share.index]
     found = [_look(path, record, progress or (lambda n: None)) for record in mine]
     damage = sorted(d for d in found if d is not None)
     if share.index == 0 and not damage:
         damage = _pieces(path, manifest.files)
-    return Verdict(path, tuple(damage), manifest.bytes, checksum(dump_manifest(manifest)))
+    return Verdict(path, tuple(damage), manifest.bytes, _identity(manifest))
+
+
+def still_is(verdict: Verdict) -> bool:
+    """Whether the folder holds what was judged: another checkpoint may have got its name since."""
+    try:
+        return verdict.identity == _identity(load_manifest(verdict.path))
+    except CheckpointError:
+        return verdict.identity == 0 and verdict.path.is_dir()
+
+
+def _identity(manifest: Manifest) -> int:
+    return checksum(dump_manifest(manifest))
 
 
 def _look(folder: Path, record: FileRecord, progress: Callable[[int], None]) -> Damage | None:

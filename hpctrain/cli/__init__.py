@@ -82,5 +82,5 @@ def main() -> None:
     \b
     Example:
       hpctrain data stdlib corpora/stdlib.h5
-      hpctrain train gpt-tiny parallel.tp=2 train.steps=300
+      hpctrain train gpt-tiny name=mine parallel.tp=2 train.steps=300
     """

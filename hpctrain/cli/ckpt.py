@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from hpctrain.checkpoint.catalog import ls as listings
 from hpctrain.checkpoint.read import CheckpointReader
 from hpctrain.checkpoint.verify import Verdict
 from hpctrain.checkpoint.verify import verify as judge
+from hpctrain.cli.tables import whole_lines
 from hpctrain.errors import CheckpointError
 from hpctrain.sharding.state import WEIGHT
 
@@ -55,9 +57,9 @@ def ls(path: Path, as_json: bool) -> None:
             _text(line["files"]),
             _text(line["engine"]),
             _layout(line["layout"]),
-            line["damage"] or "committed",
+            line["damage"] or ("refused, set aside" if line["refused"] else "committed"),
         )
-    Console(markup=False, highlight=False).print(table)
+    whole_lines(sys.stdout).print(table)
 
 
 @ckpt.command()
@@ -67,16 +69,19 @@ def ls(path: Path, as_json: bool) -> None:
 def verify(context: click.Context, path: Path, as_json: bool) -> None:
     """Read every byte and compare it with the checksums; exit with 1 on any damage.
 
+    Checkpoints that a run has refused and set aside are left out, unless PATH is one of them.
+
     Example: hpctrain ckpt verify runs/gpt-tiny
     """
-    verdicts = _judge_all(_there(path, listings(path)))
+    lines = [line for line in listings(path) if not line.refused or line.path == path]
+    verdicts = _judge_all(_there(path, lines))
     if as_json:
         _print_json([_verdict(v) for v in verdicts])
     else:
         table = _table("checkpoint", "size", "state")
         for v in verdicts:
             table.add_row(v.path.name, _size(v.bytes or None), "; ".join(map(str, v.damage)) or "valid")
-        Console(markup=False, highlight=False).print(table)
+        whole_lines(sys.stdout).print(table)
     if not all(v.valid for v in verdicts):
         context.exit(1)
 
@@ -119,7 +124,7 @@ def show(path: Path, as_json: bool) -> None:
     table = _table("tensor", "kind", "shape", "dtype", "pieces")
     for t in tensors:
         table.add_row(*(str(t[column]) for column in ("name", "kind", "shape", "dtype", "pieces")))
-    Console(markup=False, highlight=False).print(facts, table)
+    whole_lines(sys.stdout).print(facts, table)
 
 
 def _there(path: Path, found: list[Any]) -> list[Any]:
@@ -143,6 +148,7 @@ def _about(line: Listing) -> dict[str, Any]:
         "engine": extra.get("engine"),
         "layout": extra.get("layout"),
         "damage": line.damage,
+        "refused": line.refused,
     }
 
 

@@ -9,6 +9,8 @@ import click
 from hpctrain.config.keys import keys
 from hpctrain.config.load import description, dump, load, recipes
 from hpctrain.config.schema import RunConfig
+from hpctrain.config.validate import validate
+from hpctrain.errors import ConfigError
 from hpctrain.layout.parameters import parameter_specs
 
 JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
@@ -36,14 +38,15 @@ def show(recipe: str, overrides: tuple[str, ...], as_json: bool) -> None:
 @JSON
 def list_(as_json: bool) -> None:
     """List the recipes of the package: name, parameters, what it is."""
-    rows = [(sum(s.numel for s in parameter_specs(load(n).model)), n, description(n)) for n in recipes()]
+    rows = [(sum(s.numel for s in parameter_specs(load(n).model)), n, description(n), _lacks(n)) for n in recipes()]
     rows.sort()
     if as_json:
-        names = ("parameters", "name", "description")
+        names = ("parameters", "name", "description", "lacks")
         click.echo(json.dumps([dict(zip(names, row)) for row in rows], indent=2))
         return
-    for parameters, name, about in rows:
-        click.echo(f"{name:12} {_short(parameters):>6}  {about}")
+    for parameters, name, about, lacks in rows:
+        note = f" (cannot run yet: {lacks})" if lacks else ""
+        click.echo(f"{name:12} {_short(parameters):>6}  {about}{note}")
 
 
 @config.command(epilog="\b\nExample:  hpctrain config schema | grep -A1 optimizer")
@@ -59,6 +62,16 @@ def schema(as_json: bool) -> None:
         else:
             click.echo(f"{key.path}={_plain(key.default)}")
             click.echo("    " + f"{key.allowed.removeprefix('must be ')}. {key.description}".strip())
+
+
+def _lacks(name: str) -> str:
+    """The setting that keeps a recipe from running in this version; empty if none does."""
+    recipe = load(name)
+    try:
+        validate(recipe, recipe.cluster.nodes * recipe.cluster.gpus_per_node)
+    except ConfigError as error:
+        return error.path
+    return ""
 
 
 def _plain(value: object) -> str:

@@ -13,6 +13,8 @@ from typing import Any
 
 import click
 
+from hpctrain.cli.tables import whole_lines
+
 
 @dataclass(frozen=True)
 class Fact:
@@ -70,14 +72,14 @@ def machine() -> list[Fact]:
     nccl = "none"
     if cuda and dist.is_nccl_available():
         nccl = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
-    mpi = importlib.util.find_spec("mpi4py") is not None and any(map(shutil.which, ("mpirun", "mpiexec", "srun")))
+    mpi = importlib.util.find_spec("mpi4py") is not None and any(map(shutil.which, ("mpirun", "mpiexec")))
     compiler = shutil.which("c++") or ""
     return [
         Fact("python", platform.python_version()),
         Fact("torch", str(torch.__version__)),
         Fact("CUDA", devices, "" if cuda else "ranks run on the CPU"),
         Fact("NCCL", nccl, "" if nccl != "none" else "ranks talk over gloo"),
-        Fact("MPI", "mpi4py and a launcher" if mpi else "none", "" if mpi else "ranks find each other over TCP"),
+        Fact("MPI", "mpi4py and mpirun" if mpi else "none", "" if mpi else "ranks find each other over TCP"),
         Fact("C++ compiler", compiler or "none", "" if compiler else "ops cannot be built"),
     ]
 
@@ -101,10 +103,9 @@ def _plain(record: Any) -> dict[str, Any]:
 
 
 def _show(report: dict[str, Any]) -> None:
-    from rich.console import Console
     from rich.table import Table
 
-    console = Console(file=sys.stdout)
+    console = whole_lines(sys.stdout)
 
     def table(title: str, columns: tuple[str, ...], rows: list[tuple[str, ...]]) -> None:
         made = Table(*columns, title=title, title_justify="left", box=None, pad_edge=False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import click
@@ -18,24 +19,27 @@ import click
 def generate(
     run: Path, overrides: tuple[str, ...], prompt: str, tokens: int, temperature: float, top_k: int, seed: int
 ) -> None:
-    """Sample text from the newest checkpoint in the folder RUN.
+    """Sample text from the newest checkpoint in the folder RUN, or from the checkpoint RUN.
 
     parallel.tp=N reads the checkpoint under another tensor parallelism, on N ranks of this machine.
     """
     from hpctrain.config.load import load
     from hpctrain.errors import CheckpointError
 
-    if not (run / "config.yaml").exists():
+    path = next((p for p in (run / "config.yaml", run.parent.parent / "config.yaml") if p.exists()), None)
+    if path is None:
         raise CheckpointError(f"{run} is not a run folder (no config.yaml): give the folder that training named.")
     from hpctrain.config.schema import RunConfig
     from hpctrain.config.validate import validate
     from hpctrain.launch.local import run_local
     from hpctrain.train.generate import Sampling, generate_main
 
-    config = load(run / "config.yaml", overrides)
+    config = load(path, overrides)
     settings = config.model_dump(mode="json")
     settings["sharding"] |= {"engine": "none", "stage": 0}
     settings["cluster"] |= {"nodes": 1, "gpus_per_node": config.parallel.tp}
     validate(RunConfig.model_validate(settings), config.parallel.tp)
     how = Sampling(tokens, temperature, top_k, seed)
-    print(run_local(generate_main, (settings, run, prompt, how), config.parallel.tp, run)[0])
+    text, step = run_local(generate_main, (settings, run, prompt, how), config.parallel.tp, path.parent)[0]
+    print(f"from step {step} of {path.parent}", file=sys.stderr)
+    print(text)

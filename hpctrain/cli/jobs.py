@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from hpctrain.cli.table import columns
+from hpctrain.cli.tables import columns
 from hpctrain.errors import LaunchError
 
 if TYPE_CHECKING:

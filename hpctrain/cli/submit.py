@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from hpctrain.cli.table import columns
+from hpctrain.cli.tables import columns
 from hpctrain.errors import ConfigError, LaunchError
 
 if TYPE_CHECKING:

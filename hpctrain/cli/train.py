@@ -15,14 +15,14 @@ if TYPE_CHECKING:
     from hpctrain.train.run import Summary
 
 
-@click.command(epilog="Example: hpctrain train gpt-tiny parallel.tp=2 sharding.stage=1 train.steps=100")
+@click.command(epilog="Example: hpctrain train gpt-tiny name=mine sharding.stage=1 cluster.gpus_per_node=4")
 @click.argument("recipe")
 @click.argument("overrides", metavar="[KEY=VALUE]...", nargs=-1)
 def train(recipe: str, overrides: tuple[str, ...]) -> None:
     """Train RECIPE, a name from `hpctrain config list` or a YAML file.
 
     Alone, it starts cluster.gpus_per_node ranks on this machine. Under torchrun, srun or mpirun it is one of
-    their ranks. A run whose folder holds a checkpoint is continued.
+    their ranks. A run lives in folder/name and is continued if it has a checkpoint there; name=OTHER begins another.
     """
     from hpctrain.config.load import load
     from hpctrain.launch.identity import detect
@@ -64,9 +64,12 @@ def on_this_machine(config: RunConfig) -> None:
     view, done, began = ConsoleView(config.train.steps, sys.stdout), threading.Event(), time.time()
 
     def show() -> None:
-        for record in follow(config.run_folder / METRICS_FILE, done.is_set):
-            if str(record.get("time", "")) >= _iso(began):
-                view.write(record)
+        try:
+            for record in follow(config.run_folder / METRICS_FILE, done.is_set):
+                if str(record.get("time", "")) >= _iso(began):
+                    view.write(record)
+        except BrokenPipeError:  # whoever read our output has seen enough; training goes on
+            sys.stdout = open(os.devnull, "w")  # noqa: SIM115
 
     viewer = threading.Thread(target=show, daemon=True)
     viewer.start()
@@ -88,7 +91,7 @@ def _iso(seconds: float) -> str:
 
 def _show(summary: Summary) -> None:
     if summary.steps_now == 0:
-        print(f"all {summary.steps} steps were done already; a longer train.steps continues this run")
+        print(f"all {summary.steps} steps were done already; more train.steps continue this run, name=OTHER begins one")
     if summary.loss is not None:
         entropy = summary.unigram_entropy
         print(f"validation loss {summary.loss:.4f} nats/token; the corpus' unigram entropy is {entropy:.4f}")

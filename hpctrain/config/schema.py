@@ -89,15 +89,18 @@ class ParallelConfig(Section):
     """Sizes of the parallel axes. dp is what is left: world / (pp x cp x tp)."""
 
     tp: Count = Field(1, description="Tensor parallelism: heads, MLP width and vocabulary are split.")
-    sp: bool = Field(False, description="Sequence parallelism beside tp: norms and residuals split over the sequence.")
-    pp: Count = Field(1, description="Pipeline stages.")
-    cp: Count = Field(1, description="Context parallelism: the sequence is split.")
-    ep: Count = Field(1, description="Expert parallelism.")
-    etp: Count = Field(1, description="Tensor parallelism inside an expert: 1 or tp.")
+    sp: bool = Field(
+        False,
+        description="Norms and residuals split over the sequence, beside tp. Not in this version.",
+    )
+    pp: Count = Field(1, description="Pipeline stages. Not in this version.")
+    cp: Count = Field(1, description="Context parallelism: the sequence is split. Not in this version.")
+    ep: Count = Field(1, description="Expert parallelism. Not in this version.")
+    etp: Count = Field(1, description="Tensor parallelism inside an expert: 1 or tp. Not in this version.")
 
 
 class OffloadConfig(Section):
-    """Where training state lives when it is not on the device."""
+    """Where training state lives when it is not on the device. Not in this version."""
 
     optimizer: Literal["none", "cpu", "nvme"] = Field(
         "none", description="Where optimizer state lives; none is the device."
@@ -109,7 +112,7 @@ class ShardingConfig(Section):
     """What is done with the state that data-parallel ranks would otherwise each hold whole."""
 
     engine: Literal["auto", "none", "deepspeed", "fsdp"] = Field(
-        "auto", description="auto is deepspeed for stage 1-3 and none for stage 0."
+        "auto", description="auto is deepspeed for stage 1-3, none for stage 0; fsdp is not in this version."
     )
     stage: Annotated[int, Field(ge=0, le=3)] = Field(
         0, description="ZeRO stage: 1 shards optimizer state, 2 also gradients, 3 also parameters."

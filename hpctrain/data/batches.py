@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from hpctrain.data.corpus import Split
 from hpctrain.data.order import shuffled
+from hpctrain.errors import DataError
 from hpctrain.model.batch import IGNORED, Batch
 
 AHEAD = 4096
@@ -64,6 +65,11 @@ class Batches:
         samples = np.arange(sample + self._first, sample + self._first + self._local)
         window = self._order(sample)
         rows = self._windows[window]
+        if rows.max() >= self._split.corpus.header.vocab:
+            raise DataError(
+                f"Corpus {self._split.corpus.path} is damaged: it has token id {rows.max()}, its vocabulary ends at "
+                f"{self._split.corpus.header.vocab - 1}; see `hpctrain data info --verify`, and build it again."
+            )
         tokens, labels = rows[:, :-1].astype(np.int64), rows[:, 1:].astype(np.int64)
         documents = self._separate(window, labels) if self._document_mask else None
         if self._seed is None:

@@ -158,7 +158,8 @@ def _check_file(path: Path) -> int:
             start, size = raw.read(len(MAGIC)), os.fstat(raw.fileno()).st_size
     except FileNotFoundError:
         raise DataError(
-            f"Corpus {path} is not there; build it with `hpctrain data build {path} SOURCE`, or set data.corpus."
+            f"Corpus {path} is not there; build it from text with `hpctrain data build {path} SOURCE`, from "
+            f"Python's own sources with `hpctrain data stdlib {path}`, or set data.corpus."
         ) from None
     except OSError as error:
         raise DataError(f"Corpus {path} cannot be read: {error.strerror or error}; check it and its rights.") from error

@@ -225,10 +225,21 @@ def _rank(request: _Request, rank: int, folder: Path, link: connection.Connectio
             part.write_bytes(value)
             part.rename(folder / f"{rank}.result")
             status = 0
+            _linger(request.world, folder)
         except BaseException:
             (folder / f"{rank}.error").write_text(traceback.format_exc(), errors="replace")
     finally:
         exit_now(status)
+
+
+def _linger(world: int, folder: Path) -> None:
+    """Stay until all ranks are done, or one has failed: a peer may still be connecting to this one."""
+    deadline = time.monotonic() + GRACE_S
+    while time.monotonic() < deadline:
+        ended = [path.suffix for path in folder.iterdir()]
+        if ".error" in ended or ended.count(".result") >= world:
+            return
+        time.sleep(0.002)
 
 
 def _join(request: _Request, rank: int, folder: Path) -> None:

@@ -25,44 +25,57 @@ COMPUTE_BYTES = {"float32": 4, "float64": 8, "bf16": 2, "fp16": 2}
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes on one rank."""
+    """Bytes on one rank: the parts of what training holds, and all that is held while the engine is built."""
 
     weights: int
     gradients: int
     optimizer: int
     activations: int
+    building: int = 0
+
+    @property
+    def training(self) -> int:
+        return self.weights + self.gradients + self.optimizer + self.activations
 
     @property
     def total(self) -> int:
-        return self.weights + self.gradients + self.optimizer + self.activations
+        return max(self.training, self.building)
 
     def describe(self) -> str:
         """All parts in GiB."""
         parts = ("weights", "gradients", "optimizer", "activations")
-        return ", ".join(f"{part} {getattr(self, part) / GIB:.3g}" for part in parts) + " GiB"
+        text = ", ".join(f"{part} {_gib(getattr(self, part))}" for part in parts) + " GiB"
+        more = self.building > self.training
+        return text + (f", and {_gib(self.building)} GiB while it is built" if more else "")
 
 
 def estimate(config: RunConfig, layout: Layout) -> Memory:
     """What the fullest rank of a layout needs. Pipeline and context parallelism are not priced."""
     assert layout.pp == layout.cp == 1, layout
-    held = [p.local_shape for p in placements(config.model, layout, 0).values()]
-    return _estimate(config, layout, sum(math.prod(shape) for shape in held))
+    return _estimate(config, layout, _held(config, layout))
 
 
-def _estimate(config: RunConfig, layout: Layout, numel: int) -> Memory:
-    """`numel`: parameters of the rank before ZeRO shards them."""
+def _held(config: RunConfig, layout: Layout) -> list[int]:
+    """Elements of each parameter of the fullest rank, before ZeRO shards them."""
+    return [math.prod(p.local_shape) for p in placements(config.model, layout, 0).values()]
+
+
+def _estimate(config: RunConfig, layout: Layout, held: list[int]) -> Memory:
     compute = COMPUTE_BYTES[config.train.precision]
     master = max(compute, 4)
     stage = config.sharding.stage if config.engine == "deepspeed" else 0
+    numel = sum(held)
     shard = -(-numel // layout.dp)
     separate = compute < master or config.engine == "deepspeed"  # DeepSpeed copies even float32 weights
     copies = 2 + separate  # two moments, and the master weights
-    return Memory(
-        weights=compute * (shard if stage >= 3 else numel),
-        gradients=master * (shard if stage >= 2 else numel),
-        optimizer=copies * master * (shard if stage >= 1 else numel),
-        activations=activation_bytes(config, layout.tp),
-    )
+    weights = compute * (shard if stage >= 3 else numel)
+    gradients = master * (shard if stage >= 2 else numel)
+    optimizer = copies * master * (shard if stage >= 1 else numel)
+    # DeepSpeed's moments are there from the start, in stage 3 its gradients too, while the initial values of the
+    # largest fragment are drawn and copied. Engine none starts with neither: it then holds less than in a step.
+    fragment = -(-max(held) // layout.dp) if stage >= 3 else min(max(held), shard)
+    building = weights + optimizer + gradients * (stage >= 3) + 2 * master * fragment if stage else 0
+    return Memory(weights, gradients, optimizer, activation_bytes(config, layout.tp), building)
 
 
 def activation_bytes(config: RunConfig, tp: int) -> int:
@@ -100,8 +113,16 @@ def check_memory(config: RunConfig, layout: Layout, available: int) -> None:
     names = [" ".join(f"{k}={v}" for k, v in c.items()) for c in mildest.values() if len(c) == fewest]
     fix = "use " + ", or ".join(names) if names else "use more ranks or a smaller model"
     raise ConfigError(
-        "memory", f"{need.total / GIB:.3g} GiB", f"a rank has {available / GIB:.3g} GiB for {need.describe()}", fix
+        "memory",
+        f"{_gib(need.total)} GiB",
+        f"a rank has {_gib(available)} GiB and needs that for {need.describe()}",
+        fix,
     )
+
+
+def _gib(size: float) -> str:
+    """Bytes as GiB, three digits and never an exponent."""
+    return f"{size / GIB:,.0f}" if size >= 100 * GIB else f"{size / GIB:.3g}"
 
 
 def _alternatives(config: RunConfig, layout: Layout, available: int) -> Iterator[dict[str, int]]:
@@ -112,7 +133,7 @@ def _alternatives(config: RunConfig, layout: Layout, available: int) -> Iterator
     stages = [stage] if fixed else range(stage, 4)
     for tp in (t for t in tp_sizes(config.model, ranks) if t >= layout.tp):
         resized = Layout(dp=ranks // tp, tp=tp)
-        numel = sum(math.prod(p.local_shape) for p in placements(config.model, resized, 0).values())
+        held = _held(config, resized)
         for s, m in itertools.product(stages, micros):
             if config.train.global_batch % (resized.dp * m) or (s > stage and resized.dp == 1):
                 continue
@@ -122,6 +143,6 @@ def _alternatives(config: RunConfig, layout: Layout, available: int) -> Iterator
                     "train": config.train.model_copy(update={"micro_batch": m}),
                 }
             )
-            if _estimate(changed, resized, numel).total <= available:
+            if _estimate(changed, resized, held).total <= available:
                 values = {"train.micro_batch": (m, micro), "sharding.stage": (s, stage), "parallel.tp": (tp, layout.tp)}
                 yield {key: new for key, (new, old) in values.items() if new != old}

@@ -18,8 +18,14 @@ from hpctrain.parallel.tensor import ColumnFanOut, ColumnHead, RowLinear, VocabP
 Records = dict[str, Placement]
 
 
-def build_model(config: RunConfig, mesh: Mesh) -> tuple[Transformer, Records]:
-    """The part of the model that this rank runs, with initial values, in master precision, on its device.
+def build_model(config: RunConfig, mesh: Mesh, materialize: bool = True) -> tuple[Transformer, Records]:
+    """The part of the model that this rank runs.
+
+    Args:
+        config: of the run.
+        mesh: this rank's view of all ranks.
+        materialize: give it its initial values, in master precision, on the rank's device; otherwise its
+            parameters stay on the meta device, for an engine that never holds all of them.
 
     Returns:
         the module, and the placement of each of its parameters.
@@ -29,7 +35,8 @@ def build_model(config: RunConfig, mesh: Mesh) -> tuple[Transformer, Records]:
         loss = CrossEntropy(config.train.label_smoothing, config.train.z_loss)
         model = Transformer(config.model, config.train.seed, loss)
     parallelize(model, mesh, config, records)
-    initialize(model, config, records, mesh.device)
+    if materialize:
+        initialize(model, config, records, mesh.device)
     return model, records
 
 

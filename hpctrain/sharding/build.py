@@ -11,8 +11,24 @@ from hpctrain.parallel.mesh import Mesh
 from hpctrain.sharding.engine import Engine
 
 
+def takes_values(config: RunConfig) -> bool:
+    """Whether the engine takes chunks with their initial values. DeepSpeed's draws them itself, each rank those
+    that it keeps, so that no rank ever holds all that it computes with in master precision."""
+    return config.engine == "none"
+
+
 def build_engine(chunks: list[nn.Module], records: dict[str, Placement], mesh: Mesh, config: RunConfig) -> Engine:
-    """Make the engine of one rank from its chunks, which hold initial values in master precision."""
+    """Make the engine of one rank from its chunks.
+
+    Args:
+        chunks: with initial values in master precision where `takes_values`; else they may be on the meta device.
+        records: placements of all their parameters, by name.
+        mesh: the process groups of the run.
+        config: of the run.
+
+    Raises:
+        ConfigError: the engine cannot do what is asked on this machine.
+    """
     if config.engine == "none":
         from hpctrain.sharding.none.engine import PlainEngine
 

@@ -44,11 +44,11 @@ class Sampling:
     seed: int = 0
 
 
-def generate_main(settings: dict[str, Any], run: Path, prompt: str, sampling: Sampling) -> str:
+def generate_main(settings: dict[str, Any], run: Path, prompt: str, sampling: Sampling) -> tuple[str, int]:
     """As one rank of a job: load the weights of a run's newest checkpoint, continue the prompt.
 
     Returns:
-        the prompt and what follows it, the same on every rank.
+        the prompt and what follows it, the same on every rank; the checkpoint's step.
 
     Raises:
         CheckpointError: no checkpoint there, none valid, or of another model.
@@ -68,7 +68,8 @@ def generate_main(settings: dict[str, Any], run: Path, prompt: str, sampling: Sa
         model, records = build_model(config, mesh)
         load_weights(model, records, found.reader)
         ids = tokenizer.encode(prompt.encode()).tolist() or [tokenizer.end_of_document]
-        return tokenizer.decode(sample(model.eval(), mesh, ids, sampling, stop=tokenizer.end_of_document))
+        text = tokenizer.decode(sample(model.eval(), mesh, ids, sampling, stop=tokenizer.end_of_document))
+        return text, found.step
 
 
 def load_weights(model: Transformer, records: Records, reader: StateReader) -> None:

@@ -45,7 +45,13 @@ def save_checkpoint(session: Session, progress: Progress) -> SaveReport:
         "corpus": {"sha256": header.sha256, "tokenizer": header.tokenizer, "tokenizer_sha256": header.tokenizer_sha256},
     }
     return save(
-        config.run_folder, progress.step, session.engine, extra, session.mesh.world, keep=config.checkpoint.keep
+        config.run_folder,
+        progress.step,
+        session.engine,
+        extra,
+        session.mesh.world,
+        keep=config.checkpoint.keep,
+        refused=session.refused,
     )
 
 
@@ -63,6 +69,7 @@ def resume(session: Session) -> tuple[Progress, Found | None]:
     found.reader.expect({s.name: s.shape for s in parameter_specs(session.config.model)})
     _check_tokenizer(session, found)
     session.engine.load(found.reader)
+    session.refused = found.refused
     return Progress(**found.extra["progress"]), found
 
 

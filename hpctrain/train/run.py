@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import sys
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from hpctrain.checkpoint.lock import hold
 from hpctrain.config.load import dump
 from hpctrain.config.schema import RunConfig
 from hpctrain.config.validate import validate
@@ -50,21 +52,27 @@ def rank_main(settings: dict[str, Any], console: bool) -> Summary:
     config = on_these_ranks(RunConfig.model_validate(settings), identity)
     validate(config, identity.world)
     cluster = config.cluster
-    with process_group(identity, config.run_folder, cluster.device, cluster.timeout_s, cluster.threads) as world:
+    folder = config.run_folder
+    with (
+        process_group(identity, folder, cluster.device, cluster.timeout_s, cluster.threads) as world,
+        ExitStack() as held,
+    ):
         from hpctrain.parallel.agree import everywhere
         from hpctrain.train.loop import train
         from hpctrain.train.progress import differences, in_words, resume
         from hpctrain.train.session import open_session
 
         session = open_session(config, world.device, identity.world, identity.local_world)
+        first = identity.rank == 0
+        everywhere(lambda: held.enter_context(hold(folder)) if first else None, session.mesh.world)
         progress, found = resume(session)
-        before, first = progress.step, identity.rank == 0
+        before = progress.step
         sinks = everywhere(lambda: _sinks(config, before, console) if first else Sinks([], _warn), session.mesh.world)
         if found is not None:
             sinks.write(event("resume", before, in_words(found, differences(session, found))))
         layout = session.mesh.layout.describe()
         facts = {f"seconds_{phase}": round(seconds, 2) for phase, seconds in world.seconds.items()}
-        sinks.write(event("start", before, f"{layout} on {world.device.type}", **facts))
+        sinks.write(event("start", before, f"{layout} on {world.device.type}, in {folder}", **facts))
         try:
             loss = train(session, progress, sinks)
         finally:
@@ -72,8 +80,8 @@ def rank_main(settings: dict[str, Any], console: bool) -> Summary:
             session.engine.close()
         entropy = session.corpus.header.entropy
         if first:
-            _picture(config.run_folder, entropy)
-    return Summary(config.run_folder, progress.step, progress.step - before, loss, entropy)
+            _picture(folder, entropy)
+    return Summary(folder, progress.step, progress.step - before, loss, entropy)
 
 
 def on_these_ranks(config: RunConfig, identity: Identity) -> RunConfig:
@@ -93,9 +101,9 @@ def _picture(folder: Path, entropy: float) -> None:
 
 def _sinks(config: RunConfig, after_step: int, console: bool) -> Sinks:
     folder = config.run_folder
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.yaml").write_text(dump(config))
-    write_environment(folder)
+    if after_step < config.train.steps:  # else nothing is done that these would describe
+        (folder / "config.yaml").write_text(dump(config))
+        write_environment(folder)
     view = [ConsoleView(config.train.steps, sys.stdout)] if console else []
     return open_sinks(folder, after_step, _warn, *view)
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
+from hpctrain.checkpoint.verify import Verdict
 from hpctrain.config.schema import RunConfig
 from hpctrain.data.batches import Batches
 from hpctrain.data.corpus import Corpus, Split
@@ -16,7 +17,7 @@ from hpctrain.parallel.agree import everywhere
 from hpctrain.parallel.comm import gather_objects
 from hpctrain.parallel.mesh import Mesh, build_mesh
 from hpctrain.parallel.parallelize import build_model
-from hpctrain.sharding.build import build_engine
+from hpctrain.sharding.build import build_engine, takes_values
 from hpctrain.sharding.engine import Engine
 from hpctrain.telemetry.flops import Throughput, flops_per_token, peak_flops
 from hpctrain.telemetry.memory import available_memory
@@ -35,6 +36,7 @@ class Session:
         validation: the same of the part kept for it; None where there is none.
         corpus: what both read.
         throughput: turns step times into rates.
+        refused: checkpoints that were stepped over when the run began.
     """
 
     config: RunConfig
@@ -44,6 +46,7 @@ class Session:
     validation: Batches | None
     corpus: Corpus
     throughput: Throughput
+    refused: tuple[Verdict, ...] = ()
 
 
 def open_session(config: RunConfig, device: torch.device, world: int, sharing: int = 1) -> Session:
@@ -75,7 +78,7 @@ def open_session(config: RunConfig, device: torch.device, world: int, sharing: i
             document_mask=config.data.document_mask,
         )
 
-    model, records = build_model(config, mesh)
+    model, records = build_model(config, mesh, materialize=takes_values(config))
     return Session(
         config=config,
         mesh=mesh,

@@ -141,7 +141,7 @@ def test_killed_at_every_point(
     outcomes = ranks(0, sweep, tmp_path, world, victim, half)[0]
     assert outcomes == sorted(outcomes), "once the new one is committed it stays"
     if victim == 0:
-        assert len(outcomes) > 30 and outcomes.count(200) > 10
+        assert len(outcomes) > 30 and outcomes.count(200) >= 8
     else:
         assert len(outcomes) > 10 and outcomes.count(100) == len(outcomes)
 

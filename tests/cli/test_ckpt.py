@@ -57,6 +57,19 @@ def test_ls_names_a_manifest_that_cannot_be_read(run: Path) -> None:
     assert "manifest.json is damaged" in invoke("ls", run).stdout
 
 
+def test_what_was_set_aside_is_shown_and_judged_only_by_name(run: Path) -> None:
+    step = run / "checkpoints" / "step-00000100"
+    flip(step / "rank-00000.safetensors")
+    aside = step.rename(step.with_name("step-00000100.refused"))
+    lines = json.loads(invoke("ls", run, "--json").stdout)
+    assert [(line["step"], line["refused"]) for line in lines] == [(100, True), (200, False)]
+    assert "refused, set aside" in invoke("ls", run).stdout.splitlines()[1]
+    assert [v["valid"] for v in json.loads(invoke("verify", run, "--json").stdout)] == [True]
+    result = invoke("verify", aside, "--json")
+    assert result.exit_code == 1 and [v["path"] for v in json.loads(result.stdout)] == [str(aside)]
+    assert json.loads(invoke("show", run, "--json").stdout)["step"] == 200
+
+
 @pytest.mark.parametrize("where", ["", "checkpoints", "checkpoints/step-00000200"])
 def test_verify_takes_any_of_the_folders(run: Path, where: str) -> None:
     result = invoke("verify", run / where, "--json")

@@ -11,10 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hpctrain.data.batches import Batches
+from hpctrain.data.build import build
 from hpctrain.data.corpus import Corpus
 from hpctrain.data.format import Header
 from hpctrain.data.order import permuted
 from hpctrain.data.prefetch import Prefetch
+from hpctrain.data.sources import list_sources
 from hpctrain.errors import DataError
 from hpctrain.model.batch import IGNORED
 
@@ -170,3 +172,17 @@ def test_real_ranks_read_the_same_stream(split, ranks):
     want = Batches(split, 7, seed=3, global_batch=8).batch(8).tokens.tolist()
     first, second = ranks(2, read_part, split.corpus.path, 4)
     assert first + second == want
+
+
+def test_a_token_that_the_vocabulary_does_not_have_is_refused(tmp_path):
+    """Under tensor parallelism its embedding would be silently zero."""
+    (tmp_path / "a.txt").write_bytes(b"some text " * 30)
+    path = tmp_path / "corpus.h5"
+    build(path, list_sources([tmp_path / "a.txt"]), [tmp_path])
+    corpus = Corpus.open(path)
+    place = path.read_bytes().index(b"s\0o\0m\0e\0")
+    with path.open("r+b") as file:
+        file.seek(place + 4)
+        file.write(b"\xff\xff")
+    with pytest.raises(DataError, match="token id 65535, its vocabulary ends at 256; see `hpctrain data info"):
+        Batches(corpus.split(0.0)[0], 16, seed=None, global_batch=4).batch(0)

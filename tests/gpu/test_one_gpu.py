@@ -11,7 +11,7 @@ from hpctrain.layout.layout import Layout
 from hpctrain.layout.placement import replica_groups
 from hpctrain.parallel.mesh import build_mesh
 from hpctrain.parallel.parallelize import build_model
-from hpctrain.sharding.build import build_engine
+from hpctrain.sharding.build import build_engine, takes_values
 from tests.training import LR, global_batch, make_config, reference
 
 pytestmark = pytest.mark.gpu
@@ -30,7 +30,7 @@ def losses(config, world: int, port: int = 0) -> list[float]:
         torch.distributed.init_process_group("nccl", store=store, rank=rank, world_size=world, device_id=device)
     layout = Layout.of(config.parallel, world)
     mesh = build_mesh(layout, device, replica_groups(config.model, layout), 60)
-    model, records = build_model(config, mesh)
+    model, records = build_model(config, mesh, materialize=takes_values(config))
     engine = build_engine([model], records, mesh, config)
     out = []
     for step in range(3):
@@ -44,6 +44,7 @@ def losses(config, world: int, port: int = 0) -> list[float]:
             engine.backward(ticket)
         engine.step(LR[step])
         out.append(all_reduce_(total, mesh.loss).item() / batch.valid_tokens)
+    engine.close()
     return out
 
 

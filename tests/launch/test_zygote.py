@@ -196,3 +196,14 @@ def test_interrupted_run_does_not_shift_the_answers(ranks):
 
 def test_no_rank_identity_without_a_world(ranks):
     assert ranks(0, os.environ.get, "RANK") == [os.environ.get("RANK")]
+
+
+def leave_at_once():
+    """Groups are made and left without a collective: nobody must find the other gone while connecting."""
+    dist.new_group([0, 1])
+    dist.new_group([2, 3])
+
+
+def test_a_rank_that_is_done_waits_for_those_still_connecting(ranks):
+    for _ in range(10):
+        ranks(4, leave_at_once)

@@ -124,7 +124,7 @@ def test_enough_is_enough() -> None:
     config, layout = of("", 2)
     need = estimate(config, layout).total
     check_memory(config, layout, need)
-    with pytest.raises(ConfigError, match=r"^memory='.* GiB': a rank has .* GiB for weights .*, gradients .*; use "):
+    with pytest.raises(ConfigError, match=r"^memory='.* GiB': a rank has .* and needs that for weights .*; use "):
         check_memory(config, layout, need - 1)
 
 
@@ -133,6 +133,25 @@ def test_stages_are_not_offered_where_they_cannot_be(fixed: str) -> None:
     found = mends(f"{fixed} parallel.tp=1", 4, 0.6, "llama-tiny")
     assert found
     assert not any("stage" in proposal for proposal in found)
+
+
+@pytest.mark.parametrize(
+    ("stage", "fragment"), [(1, 128256 * 4096), (2, 128256 * 4096), (3, 128256 * 4096 // 8)], ids=str
+)
+def test_building_counts_where_it_is_more(stage: int, fragment: int) -> None:
+    """Two float32 copies of the largest fragment: of the vocabulary's matrix, or of an eighth of it."""
+    overrides = f"parallel.tp=1 sharding.stage={stage} train.micro_batch=1 data.seq=1"
+    memory = estimate(*of(overrides, 8, "llama-8b"))
+    there = memory.weights + memory.optimizer + (memory.gradients if stage == 3 else 0)
+    assert memory.building == there + 8 * fragment
+    assert memory.total == (memory.training if stage == 1 else memory.building)
+
+
+def test_building_is_named_where_it_is_more() -> None:
+    config, layout = of("parallel.tp=1 sharding.stage=3 train.micro_batch=1 data.seq=1", 8, "llama-8b")
+    need = estimate(config, layout)
+    with pytest.raises(ConfigError, match=rf" GiB, and {need.total / GIB:.3g} GiB while it is built; "):
+        check_memory(config, layout, need.total - 1)
 
 
 def test_description() -> None:

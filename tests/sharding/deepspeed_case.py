@@ -13,7 +13,7 @@ from hpctrain.layout.placement import Index
 from hpctrain.parallel.comm import gather_objects
 from hpctrain.parallel.mesh import Mesh
 from hpctrain.parallel.parallelize import build_model
-from hpctrain.sharding.build import build_engine
+from hpctrain.sharding.build import build_engine, takes_values
 from hpctrain.sharding.engine import Engine
 from hpctrain.sharding.state import KINDS
 from tests.training import make_config, make_mesh
@@ -35,7 +35,7 @@ def start(config: RunConfig) -> tuple[Engine, Mesh]:
     import torch.distributed as dist
 
     mesh = make_mesh(config, dist.get_world_size())
-    model, records = build_model(config, mesh)
+    model, records = build_model(config, mesh, materialize=takes_values(config))
     return build_engine([model], records, mesh, config), mesh
 
 

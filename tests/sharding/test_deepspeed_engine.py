@@ -81,44 +81,6 @@ def test_non_finite_gradient_changes_nothing_anywhere(ranks: Any, stage: int, pr
         assert same and moved and step == 1.0
 
 
-def _overflowing(stage: int, scale: float) -> Any:
-    config = zero_config(stage, precision="fp16", loss_scale=scale)
-    engine, mesh = start(config)
-    out = []
-    for _ in range(3):
-        batch = global_batch(config, 0)
-        engine.begin_step(batch.valid_tokens, 1)
-        engine.backward(engine.forward(0, batch.split(4)[mesh.rank]))
-        out.append((engine.step(LR[0]).skipped, engine.scalars()["loss_scale"]))
-    return out
-
-
-@pytest.mark.parametrize("stage", [1, 2, 3])
-def test_fp16_overflow_halves_the_scale(ranks: Any, stage: int) -> None:
-    scale = 3.0 * 2.0**40
-    for out in ranks(2, _overflowing, stage, scale):
-        assert out == [(True, scale / 2), (True, scale / 4), (True, scale / 8)]
-
-
-def _at_smallest_scale(stage: int) -> Any:
-    config = zero_config(stage, precision="fp16", loss_scale=1.0)
-    engine, mesh = start(config)
-    out = []
-    for factor in (math.inf, math.inf, 1.0):
-        batch = global_batch(config, 0)
-        engine.begin_step(batch.valid_tokens, 1)
-        ticket = engine.forward(0, batch.split(4)[mesh.rank])
-        ticket.output = ticket.output * factor
-        engine.backward(ticket)
-        out.append((engine.step(LR[0]).skipped, engine.scalars()["loss_scale"]))
-    return out
-
-
-def test_smallest_loss_scale_is_endured(ranks: Any) -> None:
-    for out in ranks(2, _at_smallest_scale, 2):
-        assert out == [(True, 1.0), (True, 1.0), (False, 1.0)]
-
-
 class Stage(nn.Module):
     """Part of a model, as a pipeline would cut it; parameter names stay those of the whole."""
 
@@ -191,21 +153,6 @@ def test_the_loss_scale_is_applied_once_in_a_pipeline(ranks: Any) -> None:
     expected = reference(zero_config(0))
     for _, norms in ranks(2, _gpipe, 1, "each", "fp16"):
         assert norms == pytest.approx(expected.norms, rel=2e-2)
-
-
-def _initial_masters(stage: int, precision: str) -> Any:
-    config = zero_config(stage, precision=precision)
-    engine, mesh = start(config)
-    dtypes = {p.dtype for p in engine.chunks[0].parameters()}
-    return {key: values.numpy() for key, values in Checkpoint(config, engine, mesh).tensors.items()}, dtypes
-
-
-@pytest.mark.parametrize("stage", [1, 3])
-def test_master_weights_start_unrounded(ranks: Any, stage: int) -> None:
-    expected, _ = ranks(2, _initial_masters, 0, "float32")[0]
-    for found, dtypes in ranks(2, _initial_masters, stage, "bf16"):
-        assert dtypes == {torch.bfloat16}
-        assert all((found[key] == expected[key]).all() for key in expected)
 
 
 def _two_stages(stage: int) -> Any:

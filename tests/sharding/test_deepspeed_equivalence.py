@@ -57,8 +57,10 @@ def test_equals_engine_none(ranks: Any, stage: int) -> None:
     compare(got, want, 1e-4)
 
 
-def test_twice_is_bit_equal(ranks: Any) -> None:
-    config = zero_config(stage=2, tp=2, precision="bf16")
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("precision", ["float32", "bf16"])
+def test_twice_is_bit_equal(ranks: Any, stage: int, precision: str) -> None:
+    config = zero_config(stage, tp=2, precision=precision)
     first, second = (assemble(config, ranks(4, run, config, 4)) for _ in range(2))
     assert first.losses == second.losses and first.norms == second.norms
     assert all((first.weights[name] == second.weights[name]).all() for name in first.weights)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import fcntl
+import importlib.util
 import os
 import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -108,6 +110,103 @@ def test_status(tmp_path: Path) -> None:
     (tmp_path / "cpu_adam").mkdir()
     (tmp_path / "cpu_adam" / "cpu_adam.so").touch()
     assert ops.op_status("cpu_adam", tmp_path, lambda name: "no compiler").state == "built"
+
+
+@pytest.fixture
+def nothing_shipped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ops, "shipped", lambda name: None)
+
+
+def make_built(folder: Path, op: str = "fused_adam") -> None:
+    (folder / op).mkdir(parents=True, exist_ok=True)
+    (folder / op / f"{op}.so").touch()
+
+
+def refusal(folder: Path) -> str:
+    with pytest.raises(ConfigError) as caught:
+        ops.require_built("fused_adam", folder, "sharding.torch_adam", settle_s=0.0)
+    assert caught.value.path == "sharding.torch_adam" and "sharding.torch_adam=true" in caught.value.fix
+    return str(caught.value)
+
+
+@pytest.mark.usefixtures("nothing_shipped")
+def test_an_op_that_is_not_built_is_refused(tmp_path: Path) -> None:
+    text = refusal(tmp_path)
+    assert "needs DeepSpeed's op fused_adam, which is not built; run hpctrain doctor --build-ops fused_adam" in text
+    assert "lock" not in text
+    make_built(tmp_path, "cpu_adam")
+    assert refusal(tmp_path) == text
+    make_built(tmp_path)
+    ops.require_built("fused_adam", tmp_path, "sharding.torch_adam", settle_s=0.0)
+
+
+@pytest.mark.usefixtures("nothing_shipped")
+@pytest.mark.parametrize("built", [False, True])
+def test_a_stale_lock_is_refused_whether_the_op_is_built_or_not(tmp_path: Path, built: bool) -> None:
+    if built:
+        make_built(tmp_path)
+    lock = leave_lock(tmp_path)
+    text = refusal(tmp_path)
+    assert f"remove the stale build lock {lock} with hpctrain doctor --clean-locks" in text
+    assert ("--build-ops fused_adam" in text) is not built and ("which is locked" in text) is built
+    with open(lock):
+        if built:
+            ops.require_built("fused_adam", tmp_path, "sharding.torch_adam", settle_s=0.0)
+        else:
+            assert str(lock) not in refusal(tmp_path)
+
+
+@pytest.mark.usefixtures("nothing_shipped")
+@pytest.mark.parametrize("afterwards", ["gone", "another"])
+def test_a_lock_that_others_are_passing_on_is_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, afterwards: str
+) -> None:
+    """Ranks take it one after another, and let it go in two steps: first the descriptor, then the file."""
+    make_built(tmp_path)
+    lock = leave_lock(tmp_path)
+
+    def sleep(seconds: float) -> None:
+        assert seconds == 5.0
+        lock.unlink()
+        if afterwards == "another":
+            (lock.parent / "other").touch()  # so that the file system does not give the same number again
+            lock.touch()
+
+    monkeypatch.setattr(ops.time, "sleep", sleep)
+    ops.require_built("fused_adam", tmp_path, "sharding.torch_adam", settle_s=5.0)
+
+
+def test_an_op_that_came_with_deepspeed_is_built(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    package = tmp_path / "deepspeed"
+    (package / "ops" / "adam").mkdir(parents=True)
+    (package / "__init__.py").touch()
+    (package / "ops" / "adam" / "fused_adam_op.cpython-311-x86_64-linux-gnu.so").touch()
+    spec = importlib.util.spec_from_file_location("deepspeed", package / "__init__.py")
+    monkeypatch.setattr(ops.importlib.util, "find_spec", lambda name: spec)
+    leave_lock(tmp_path)
+    ops.require_built("fused_adam", tmp_path, "sharding.torch_adam")
+    assert ops.op_status("fused_adam", tmp_path, lambda name: "").state == "built"
+    assert ops.op_status("cpu_adam", tmp_path, lambda name: "").state == "can build"
+    monkeypatch.setattr(ops.importlib.util, "find_spec", lambda name: None)
+    assert ops.shipped("fused_adam") is None
+
+
+def _fused(folder: str) -> str:
+    from tests.sharding.deepspeed_case import start, zero_config
+
+    os.environ["TORCH_EXTENSIONS_DIR"] = folder
+    config = zero_config(1)
+    sharding = config.sharding.model_copy(update={"torch_adam": False})
+    try:
+        start(config.model_copy(update={"sharding": sharding}))
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+def test_the_engine_looks_before_deepspeed_compiles(ranks: Any, tmp_path: Path) -> None:
+    for text in ranks(2, _fused, str(tmp_path), timeout_s=30.0):
+        assert "sharding.torch_adam=" in text and "hpctrain doctor --build-ops fused_adam" in text
 
 
 def test_obstacles_are_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -59,6 +59,42 @@ def test_a_changed_function_is_refused(ranks: Any, attribute: str) -> None:
     assert "the installed DeepSpeed's" in text and "is not that of 0.19.8" in text
 
 
+def _while_values_come_later(change: str) -> Any:
+    """The three functions before, during and after; or the refusal when one of them is another."""
+    from deepspeed.runtime.engine import DeepSpeedEngine
+    from deepspeed.runtime.zero.partition_parameters import Init
+    from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+
+    owners = {
+        "_broadcast_model": DeepSpeedEngine,
+        "_zero_init_param": Init,
+        "flatten_dense_tensors_aligned": DeepSpeedZeroOptimizer,
+    }
+    if change:
+        setattr(owners[change], change, lambda *_: None)
+
+    def look() -> list[int]:
+        return [id(getattr(owner, name)) for name, owner in owners.items()]
+
+    before = look()
+    try:
+        with patches.values_come_later():
+            during = look()
+    except ConfigError as error:
+        return look() == before, str(error)
+    return look() == before, sum(a != b for a, b in zip(before, during))
+
+
+def test_values_come_later_only_while_engines_are_made(ranks: Any) -> None:
+    assert ranks(0, _while_values_come_later, "") == [(True, 3)]
+
+
+@pytest.mark.parametrize("change", ["_broadcast_model", "_zero_init_param", "flatten_dense_tensors_aligned"])
+def test_values_come_later_in_no_other_deepspeed(ranks: Any, change: str) -> None:
+    ((restored, text),) = ranks(0, _while_values_come_later, change)
+    assert restored and "is not that of 0.19.8" in text
+
+
 def _globals_after_close() -> Any:
     from deepspeed.runtime.zero import parameter_offload
     from deepspeed.utils import groups

@@ -108,8 +108,8 @@ def test_bytes_of_stage_three(ranks: Any, micro_batches: int, precision: str, pr
     Gradients, float32: both halves of all, reduce-scattered at every micro-batch; the flag and the two norms, in
     float64. Weights: a rank sends its half of each matrix for a forward and again for its backward, and its half of
     each vector once, at the end of a step. The very first micro-batch, from which DeepSpeed learns what is needed
-    when, gathers vectors like matrices and keeps none for the second. What prefetching has met before it was let go
-    is kept for backward: with it there is a range, from the second micro-batch on."""
+    when, lets vectors go like matrices, and gathers them again for its backward and for the second. What prefetching
+    has met before it was let go is kept for backward: with it there is a range, from the second micro-batch on."""
     specs = parameter_specs(steps_of(3, 1).model)
     width = 2 if precision == "bf16" else 4
     vectors = sum(up(spec.numel, 2) // 2 for spec in specs if len(spec.shape) == 1)
@@ -122,7 +122,7 @@ def test_bytes_of_stage_three(ranks: Any, micro_batches: int, precision: str, pr
         assert waited
         gathered = [step.pop(("all_gather", "dp+cp")) / width - vectors for step in steps]
         assert steps == [reduced] * 3
-        gathered[0] -= 2 * (matrices + vectors) + vectors * (micro_batches > 1)
+        gathered[0] -= 2 * matrices + vectors + vectors * (micro_batches > 1)
         for step, values in enumerate(gathered):
             usual = micro_batches - (step == 0)
             if prefetch and usual:

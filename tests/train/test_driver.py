@@ -165,6 +165,31 @@ def test_starting_anew_over_an_older_run_is_refused(ranks, make):
         ranks(1, drive, make(checkpoint=dict(resume="never")), 1)
 
 
+def test_a_damaged_checkpoint_does_not_push_out_the_last_good_one(ranks, make, tmp_path):
+    """Steps 2 and 4 are there, 4 is damaged, 3 is saved: with keep=2 the good ones are 3 and 2."""
+
+    def flip(step):
+        values = tmp_path / "run" / "checkpoints" / f"step-{step:08d}" / "rank-00000.safetensors"
+        values.write_bytes(values.read_bytes()[:-1] + b"?")
+
+    def left():
+        return sorted(p.name[12:] for p in (tmp_path / "run" / "checkpoints").glob("step-*"))
+
+    ranks(1, drive, make(checkpoint=dict(every=2)), 1, 5)
+    assert left() == ["2", "4"]
+    flip(4)
+    ranks(1, drive, make(checkpoint=dict(every=1)), 1, 4)
+    assert left() == ["2", "3", "4.refused"]
+    flip(3)
+    assert ranks(1, where_it_goes_on, make())[0] == 2
+
+
+def where_it_goes_on(config):
+    session = open_session(config, torch.device("cpu"), 1)
+    progress, _ = resume(session)
+    return progress.step
+
+
 def test_a_checkpoint_that_must_be_there(ranks, make, tmp_path):
     with pytest.raises(RankFailure, match="holds no checkpoint to start from"):
         ranks(1, drive, make(checkpoint=dict(resume="must")), 1)

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 from hpctrain.config.schema import RunConfig
 from hpctrain.layout.parameters import parameter_specs
-from hpctrain.sharding.scaler import GROWTH_INTERVAL, SMALLEST
 
 
 def deepspeed_config(config: RunConfig) -> dict[str, Any]:
@@ -43,14 +41,8 @@ def deepspeed_config(config: RunConfig) -> dict[str, Any]:
     if train.precision == "bf16":
         out["bf16"] = {"enabled": True}
     if train.precision == "fp16":
-        out["fp16"] = {
-            "enabled": True,
-            "loss_scale": 0,
-            "initial_scale_power": max(0, round(math.log2(train.loss_scale))),
-            "loss_scale_window": GROWTH_INTERVAL,
-            "hysteresis": 1,
-            "min_loss_scale": int(SMALLEST),
-        }
+        # A dynamic scale; which, and when it changes, is for `LossScale` to say.
+        out["fp16"] = {"enabled": True, "loss_scale": 0}
     return out
 
 

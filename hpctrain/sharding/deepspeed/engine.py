@@ -6,6 +6,7 @@ import logging
 import math
 import warnings
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -16,12 +17,15 @@ from hpctrain.config.schema import RunConfig
 from hpctrain.layout.parameters import parameter_specs
 from hpctrain.layout.placement import Placement
 from hpctrain.parallel.mesh import Mesh
-from hpctrain.sharding.deepspeed import patches, state
+from hpctrain.sharding.deepspeed import ops, patches, state
 from hpctrain.sharding.deepspeed.config import deepspeed_config
 from hpctrain.sharding.deepspeed.gather import make_fetchable
 from hpctrain.sharding.deepspeed.groups import MeshUnit
+from hpctrain.sharding.deepspeed.initial import InitialValues, make_hollow
 from hpctrain.sharding.deepspeed.traffic import CountedBackend
 from hpctrain.sharding.engine import Engine, StepResult, Ticket
+from hpctrain.sharding.none.engine import COMPUTE
+from hpctrain.sharding.scaler import LossScale
 from hpctrain.sharding.state import WEIGHT, Piece, StateReader
 
 
@@ -56,31 +60,41 @@ class DeepSpeedEngine(Engine):
     """See `Engine`.
 
     Args:
-        chunks: the parallelized modules, in master precision.
+        chunks: the parallelized modules. Values that their parameters hold are dropped: this engine draws the
+            initial values itself, each rank those that it keeps. So they may be on the meta device.
         records: placements of all their parameters, by name.
         mesh: the process groups of the run.
         config: of the run; `sharding.stage` is 1, 2 or 3.
 
     Raises:
-        ConfigError: another DeepSpeed is installed, or it was imported for another kind of device.
+        ConfigError: another DeepSpeed is installed, or it was imported for another kind of device, or the op
+            that `sharding.torch_adam=false` needs is not built.
     """
 
     def __init__(self, chunks: list[nn.Module], records: dict[str, Placement], mesh: Mesh, config: RunConfig) -> None:
         self.chunks, self._mesh, self._records = chunks, mesh, records
         self._stage = config.sharding.stage
+        self._scale = LossScale(config.train.loss_scale, dynamic=config.train.precision == "fp16")
+        self._loss_finite = True
+        if not config.sharding.torch_adam:
+            ops.require_built("fused_adam", ops.extensions_folder(), "sharding.torch_adam")
         settings = deepspeed_config(config)
         deepspeed = load_deepspeed(mesh.device)
         root = Chunks(self.chunks)
         if self._stage == 3:
             make_fetchable(root, mesh.alone)
+        make_hollow(root, COMPUTE[config.train.precision], mesh.device)
         named = {name: p for chunk in self.chunks for name, p in chunk.named_parameters()}
         for name, parameter in named.items():
             # DeepSpeed counts a parameter in the norm if it carries this flag or the rank is the first of tp,
             # who owns whatever it holds.
             parameter.tensor_model_parallel = records[name].owner == mesh.rank  # type: ignore[attr-defined]
-        masters = {name: parameter.data for name, parameter in named.items()}
         self._unit = MeshUnit(mesh)
-        with warnings.catch_warnings(), patches.one_optimizer_class(), patches.local_rank(mesh.device):
+        with ExitStack() as stack:
+            stack.enter_context(warnings.catch_warnings())
+            stack.enter_context(patches.one_optimizer_class())
+            stack.enter_context(patches.values_come_later())
+            stack.enter_context(patches.local_rank(mesh.device))
             warnings.simplefilter("ignore")
             self._engine, self._zero, *_ = deepspeed.initialize(
                 model=root,
@@ -90,15 +104,11 @@ class DeepSpeedEngine(Engine):
                 dist_init_required=False,
             )
         patches.skip_all_non_finite(self._zero, self._stage)
-        patches.endure_smallest_loss_scale(self._zero)
-        if config.train.precision == "fp16":
-            self._zero.loss_scale = config.train.loss_scale
+        patches.skip_where(self._zero, lambda: not self._loss_finite)
+        patches.use_loss_scale(self._zero, self._scale)
         store = state.ShardedParameters if self._stage == 3 else state.ShardedStates
         self._store: state.Store = store(self._zero, named)
-        self._store.start_at(0)
-        for fragment in self._store.fragments():
-            whole = masters.pop(fragment.name).flatten()[fragment.start : fragment.start + fragment.numel]
-            self._store.write(fragment, WEIGHT, whole.float())
+        state.load(self._store, records, InitialValues(config), step=0, kinds=(WEIGHT,))
         self._valid_tokens = 1
         self._counted = CountedBackend(mesh)
 
@@ -122,12 +132,14 @@ class DeepSpeedEngine(Engine):
             scalar = _Receive.apply(ticket.output, grad)  # type: ignore[no-untyped-call]
         self._engine.backward(scalar, scale_wrt_gas=False)
 
-    def step(self, lr: float) -> StepResult:
+    def step(self, lr: float, loss_finite: bool = True) -> StepResult:
+        self._loss_finite = loss_finite
         for group in self._zero.param_groups:
             group["lr"] = lr
         self._engine.step()
         skipped = bool(self._zero.overflow)
-        return StepResult(math.nan if skipped else float(self._zero._global_grad_norm), skipped)
+        backed_off = loss_finite and self._scale.update(overflowed=skipped)
+        return StepResult(math.nan if skipped else float(self._zero._global_grad_norm), skipped, backed_off)
 
     def evaluate(self, chunk: int, *inputs: Any) -> Tensor:
         self._engine.module.eval()
@@ -139,13 +151,12 @@ class DeepSpeedEngine(Engine):
         return list(state.pieces(self._store, self._records, self._mesh.rank))
 
     def scalars(self) -> dict[str, float]:
-        return {"step": float(self._store.step()), "loss_scale": float(self._zero.loss_scale)}
+        return {"step": float(self._store.step()), **self._scale.scalars()}
 
     def load(self, reader: StateReader) -> None:
         scalars = reader.scalars()
         state.load(self._store, self._records, reader, int(scalars["step"]))
-        if self._zero.loss_scaler.dynamic and "loss_scale" in scalars:
-            self._zero.loss_scale = scalars["loss_scale"]
+        self._scale.load(scalars)
 
     def close(self) -> None:
         self._counted.close()

@@ -8,6 +8,7 @@ releases with its holder, so that what they leave is known to be stale.
 from __future__ import annotations
 
 import fcntl
+import importlib.util
 import os
 import shutil
 import signal
@@ -102,6 +103,8 @@ def op_status(name: str, folder: Path, reasons: Callable[[str], str]) -> OpStatu
         folder: from `extensions_folder`.
         reasons: says why an op cannot be built; empty if it can. `obstacle` is the real one.
     """
+    if place := shipped(name):
+        return OpStatus(name, "built", str(place))
     if (folder / name / f"{name}.so").exists():
         return OpStatus(name, "built", str(folder / name))
     reason = reasons(name)
@@ -131,6 +134,58 @@ def _builder_says_yes(name: str) -> bool:
     except subprocess.TimeoutExpired:
         return False
     return done.returncode == 0
+
+
+def shipped(name: str) -> Path | None:
+    """Where an op lies that was compiled when DeepSpeed was installed; None where it was not."""
+    spec = importlib.util.find_spec("deepspeed")
+    if spec is None or spec.origin is None:
+        return None
+    return next((Path(spec.origin).parent / "ops").glob(f"*/{name}_op*.so"), None)
+
+
+def require_built(name: str, folder: Path, path: str, settle_s: float = 1.0) -> None:
+    """Refuse a run whose setting needs an op that cannot be loaded at once.
+
+    Without this DeepSpeed would compile it on every node, or wait for ever for a lock that a killed build has
+    left, also where the op is built: loading it takes the lock for a moment. Other ranks may be loading it
+    already, so a lock that looks stale is looked at again before it is believed.
+
+    Args:
+        name: of the op.
+        folder: from `extensions_folder`.
+        path: of the setting, which is false.
+        settle_s: seconds between the two looks.
+
+    Raises:
+        ConfigError: it is not built, or a stale lock lies in its folder.
+    """
+    if shipped(name):
+        return
+    built = op_status(name, folder, lambda name: "").state == "built"
+    lock = folder / name / "lock"
+    mends = [] if built else [f"run hpctrain doctor --build-ops {name} where there is a compiler"]
+    if _stays_stale(lock, settle_s):
+        mends.insert(0, f"remove the stale build lock {lock} with hpctrain doctor --clean-locks")
+    if mends:
+        reason = f"needs DeepSpeed's op {name}, which is {'locked' if built else 'not built'}"
+        raise ConfigError(path, False, reason, f"{' and '.join(mends)}, or use {path}=true")
+
+
+def _stays_stale(path: Path, settle_s: float) -> bool:
+    def stale() -> tuple[int, int] | None:
+        try:
+            found = path.stat()
+        except OSError:
+            return None
+        verdict = judge_lock(path, _file_system(path.parent)).verdict
+        return (found.st_ino, found.st_ctime_ns) if verdict == "stale" else None
+
+    first = stale()
+    if first is None:
+        return False
+    time.sleep(settle_s)
+    return stale() == first
 
 
 @contextmanager

@@ -10,7 +10,7 @@ import importlib
 import inspect
 import os
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import MethodType
 from typing import Any
@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from hpctrain.errors import ConfigError
+from hpctrain.sharding.scaler import LossScale
 
 VERSION = "0.19.8"
 """The one version these patches were written for."""
@@ -132,6 +133,49 @@ def one_optimizer_class() -> Iterator[None]:
         engine.DeepSpeedEngine._do_optimizer_sanity_check = original
 
 
+@contextmanager
+def values_come_later() -> Iterator[None]:
+    """While engines are made, DeepSpeed copies and sends parameters that have no values yet (see `initial.py`).
+
+    - `runtime/engine.py _broadcast_model` and `runtime/zero/partition_parameters.py _zero_init_param` send the
+      whole model from the first data-parallel rank to the others.
+    - `runtime/zero/stage_1_and_2.py flatten_dense_tensors_aligned` holds all parameters twice.
+    """
+    from deepspeed.runtime import engine
+    from deepspeed.runtime.zero import partition_parameters, stage_1_and_2
+
+    owners = engine.DeepSpeedEngine, partition_parameters.Init, stage_1_and_2.DeepSpeedZeroOptimizer
+    names = "_broadcast_model", "_zero_init_param", "flatten_dense_tensors_aligned"
+    originals = [getattr(owner, name) for owner, name in zip(owners, names)]
+    require_source(originals[0], "dist.broadcast(p.data.view(torch.uint8),")
+    require_source(originals[1], "self._convert_to_deepspeed_param(param)")
+    require_source(originals[1], "param.partition()")
+    require_source(originals[2], "return self.flatten(align_dense_tensors(tensor_list, alignment))")
+
+    def partition(self: Any, param: Any) -> None:
+        self._convert_to_deepspeed_param(param)
+        param.partition()
+
+    def flat(
+        self: Any,
+        tensor_list: list[Any],
+        alignment: int,
+        use_cpu_data: bool = False,
+        param_padding: Sequence[int] | None = None,
+    ) -> torch.Tensor:
+        like = tensor_list[0].cpu_data if use_cpu_data else tensor_list[0]
+        numel = sum(t.numel() for t in tensor_list) + sum(param_padding or ())
+        return torch.zeros(-(-numel // alignment) * alignment, dtype=like.dtype, device=like.device)
+
+    for owner, name, stand_in in zip(owners, names, (_no_op, partition, flat)):
+        setattr(owner, name, stand_in)
+    try:
+        yield
+    finally:
+        for owner, name, original in zip(owners, names, originals):
+            setattr(owner, name, original)
+
+
 def skip_all_non_finite(zero: Any, stage: int) -> None:
     """`step` of both ZeRO optimizers looks at every gradient for non-finite values in fp16 only.
 
@@ -154,15 +198,45 @@ def skip_all_non_finite(zero: Any, stage: int) -> None:
     zero._overflow_check_and_loss_scale_update = MethodType(check, zero)
 
 
-def endure_smallest_loss_scale(zero: Any) -> None:
-    """`runtime/fp16/loss_scaler.py DynamicLossScaler.update_scale` ends the run at the smallest scale.
+def skip_where(zero: Any, refused: Callable[[], bool]) -> None:
+    """`step` of both ZeRO optimizers skips for what it finds in the gradients alone.
 
-    A step that is skipped there is skipped like any other; how many may be is not DeepSpeed's to say.
+    Let it also skip when `refused`, which must answer alike on all ranks, as if it had found something.
     """
-    scaler = zero.loss_scaler
-    if scaler.dynamic:
-        require_source(type(scaler).update_scale, "and self.raise_error_at_min_scale:")
-        scaler.raise_error_at_min_scale = False
+    require_source(type(zero)._check_overflow, "self.overflow = self.has_overflow(partition_gradients)")
+    original = zero.has_overflow
+    zero.has_overflow = lambda partition_gradients=True: original(partition_gradients) or refused()
+
+
+class FixedLossScaler:
+    """What DeepSpeed asks of a loss scaler, over a scale that changes between steps only."""
+
+    def __init__(self, scale: LossScale) -> None:
+        self._scale, self.dynamic = scale, scale.dynamic
+
+    @property
+    def cur_scale(self) -> float:
+        return self._scale.value
+
+    def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
+        return loss * self._scale.value
+
+    def update_scale(self, overflow: bool) -> None:
+        """The engine updates the scale after the step."""
+
+
+def use_loss_scale(zero: Any, scale: LossScale) -> None:
+    """`step` of both ZeRO optimizers changes the scale before it divides the gradients by it.
+
+    In every step after which the scale grows, gradients (and, in stage 3, the norm) come out at half their size.
+    DeepSpeed's own scaler (`runtime/fp16/loss_scaler.py DynamicLossScaler`) also ends the run at the smallest
+    scale, knows no largest, and counts one step more than its window the first time and after each overflow.
+    """
+    require_source(type(zero)._update_scale, "self.loss_scaler.update_scale(has_overflow)")
+    require_source(type(zero)._get_loss_scale, "return self.loss_scaler.cur_scale")
+    require_source(type(zero).scale_if_loss, "return self.loss_scaler.scale_loss(value)")
+    assert zero.loss_scaler.dynamic == scale.dynamic, (zero.loss_scaler, scale)
+    zero.loss_scaler = FixedLossScaler(scale)
 
 
 def fresh_gradients(zero: Any, stage: int) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -203,12 +203,21 @@ def _piece(store: Store, fragment: Fragment, placement: Placement, kind: str, se
     return Piece(fragment.name, kind, shape, start, section.shape, torch.float32, fetch)
 
 
-def load(store: Store, placements: Mapping[str, Placement], reader: StateReader, step: int) -> None:
-    """Take master weights, moments and the count of updates from a checkpoint. Collective."""
+def load(
+    store: Store,
+    placements: Mapping[str, Placement],
+    reader: StateReader,
+    step: int,
+    kinds: Sequence[str] = KINDS,
+) -> None:
+    """Take master weights and moments as they are after `step` updates; moments that are left out are zero.
+
+    Collective.
+    """
     store.start_at(step)
     for fragment in store.fragments():
         placement = placements[fragment.name]
-        for kind in KINDS:
+        for kind in kinds:
             values = torch.empty(fragment.numel)
             for section in sections(placement, fragment.start, fragment.numel):
                 section.view(values).copy_(reader.read(fragment.name, kind, section.start, section.shape))

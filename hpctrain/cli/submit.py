@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,6 +15,7 @@ from hpctrain.errors import ConfigError, LaunchError
 
 if TYPE_CHECKING:
     from hpctrain.config.schema import RunConfig
+    from hpctrain.launch.jobs import Job
     from hpctrain.launch.slurm import Request
     from hpctrain.launch.state import JobState
 
@@ -131,6 +134,7 @@ def _here(request: Request) -> None:
 
 
 def _queue(request: Request, wait: bool, follow: bool, as_json: bool) -> None:
+    from hpctrain.launch.client import SlurmError
     from hpctrain.launch.jobs import first_states
     from hpctrain.launch.slurm import submit as send
 
@@ -143,21 +147,35 @@ def _queue(request: Request, wait: bool, follow: bool, as_json: bool) -> None:
         for folder, job in zip(folders, jobs):
             click.echo(f"job {', '.join(job.ids)}: run folder {folder}")
     ids = [job_id for job in jobs for job_id in job.ids]
-    for state in first_states(ids).values():
-        if state.stuck:
-            click.echo(f"warning: {state}: it will not start before that changes", err=True)
+    with suppress(SlurmError):  # it is queued, whether Slurm answers now or not
+        for state in first_states(ids).values():
+            if state.stuck:
+                click.echo(f"warning: {state}: it will not start before that changes", err=True)
+    try:
+        _stay(request, jobs, wait, follow)
+    except KeyboardInterrupt:
+        click.echo(f"the job goes on; hpctrain cancel {request.home} ends it", err=True)
+        raise
+
+
+def _stay(request: Request, jobs: list[Job], wait: bool, follow: bool) -> None:
+    """Wait for jobs, where that was asked for, and report how they ended."""
     if follow:
         from hpctrain.cli.jobs import show_records
 
-        succeed(show_records(folders[0], jobs[0], request.configs[0].train.steps), folders[0])
+        ended = show_records(request.home, jobs[0], request.configs[0].train.steps)
     elif wait:
         from hpctrain.launch.jobs import wait as wait_for
 
-        succeed(wait_for(ids), request.home)
+        ended = wait_for([job_id for job in jobs for job_id in job.ids])
+    else:
+        return
+    succeed(ended, jobs, request.home)
 
 
-def succeed(ended: list[JobState], folder: Path) -> None:
-    """Raise what a job that did not do its work is to be reported as. Of a chain the last job counts."""
-    bad = [state for state in ended if not state.good]
-    if bad:
-        raise LaunchError(f"{bad[0]}: hpctrain logs {folder} --rank 0 shows what its first rank printed.")
+def succeed(ended: Sequence[JobState], jobs: Sequence[Job], folder: Path) -> None:
+    """Raise a `LaunchError` unless every run came to its end. Of a chain the last job counts."""
+    last = {job.ids[-1] for job in jobs}
+    for state in ended:
+        if state.id in last and not state.good:
+            raise LaunchError(f"{state}: hpctrain logs {folder} --rank 0 shows what its first rank printed.")

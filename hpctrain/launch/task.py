@@ -7,6 +7,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from hpctrain.launch.rank import run_rank
+from hpctrain.launch.sbatch import WARNING_SIGNAL
+
+WARNING = signal.Signals[f"SIG{WARNING_SIGNAL}"]
+"""What Slurm sends before a time limit, and at preemption where the site wants it."""
 
 
 def slurm_task(function: Callable[..., Any], args: Sequence[Any]) -> Any:
@@ -15,7 +19,8 @@ def slurm_task(function: Callable[..., Any], args: Sequence[Any]) -> Any:
     What is pickled at submission is this, a function's name and plain settings, so it decides nothing that a rank
     has to find out when it starts, such as the checkpoint to continue from.
     """
-    # submitit requeues from a handler on rank 0, by a guess at what the signal means, and ignores SIGTERM.
-    for number in (signal.SIGTERM, signal.SIGCONT, signal.SIGUSR2):
-        signal.signal(number, signal.SIG_DFL)
+    # submitit ignores SIGTERM, and requeues at a warning from rank 0, by a guess at what it means.
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.signal(signal.SIGCONT, signal.SIG_DFL)
+    signal.signal(WARNING, signal.SIG_IGN)
     return run_rank(function, args)

@@ -15,23 +15,15 @@ from hpctrain.cli import main
 from hpctrain.launch.jobs import Job
 from hpctrain.telemetry.metrics import to_json
 
-Fake = Callable[[str, str], None]
+Programs = Callable[[str, str], None]
 
 
 @pytest.fixture
-def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Fake:
-    """Puts a shell script on PATH. This process works in the folder that `runs` is in."""
-    folder = tmp_path / "bin"
-    folder.mkdir()
-    monkeypatch.setenv("PATH", f"{folder}:/usr/bin:/bin")
+def fake(programs: Programs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Programs:
+    """Slurm's commands, without accounting. This process works in the folder that `runs` is in."""
     monkeypatch.chdir(tmp_path)
-
-    def put(name: str, script: str) -> None:
-        (folder / name).write_text(f"#!/bin/bash\n{script}\n")
-        (folder / name).chmod(0o755)
-
-    put("sacct", "echo Slurm accounting storage is disabled >&2; exit 1")
-    return put
+    programs("sacct", "echo Slurm accounting storage is disabled >&2; exit 1")
+    return programs
 
 
 def records(run: Path, *steps: int) -> None:
@@ -51,7 +43,7 @@ def hpctrain(*arguments: str) -> Result:
     return CliRunner().invoke(main, list(arguments))
 
 
-def test_jobs(fake: Fake, tmp_path: Path) -> None:
+def test_jobs(fake: Programs, tmp_path: Path) -> None:
     fake("squeue", "echo '1|COMPLETED|None|n0'; echo '2|PENDING|Dependency|'")
     records(job(Path("runs/long-name"), "1", "2"), 3, 7)
     assert hpctrain("jobs").stdout.splitlines() == [
@@ -63,7 +55,7 @@ def test_jobs(fake: Fake, tmp_path: Path) -> None:
     assert hpctrain("jobs", "--folder", "elsewhere").stdout == "no run in elsewhere was submitted\n"
 
 
-def test_logs_of_any_run_but_to_follow_needs_a_job(fake: Fake) -> None:
+def test_logs_of_any_run_but_to_follow_needs_a_job(fake: Programs) -> None:
     records(Path("runs/local"), 1, 2)
     assert hpctrain("logs", "local").stdout == hpctrain("logs", "runs/local").stdout
     assert [line.split()[:4] for line in hpctrain("logs", "local").stdout.splitlines()] == [
@@ -74,7 +66,7 @@ def test_logs_of_any_run_but_to_follow_needs_a_job(fake: Fake) -> None:
     assert done.exit_code == 1 and "no run and no job 'local' is known in runs" in done.stderr
 
 
-def test_logs_before_there_are_any(fake: Fake) -> None:
+def test_logs_before_there_are_any(fake: Programs) -> None:
     fake("squeue", "echo '1|PENDING|Priority|'")
     job(Path("runs/new"), "1")
     assert "runs/new has no records yet: its job waits or starts" in hpctrain("logs", "new").stderr
@@ -82,7 +74,7 @@ def test_logs_before_there_are_any(fake: Fake) -> None:
     assert done.exit_code == 1 and "there is no " in done.stderr and "logs/slurm-1.out" in done.stderr
 
 
-def test_follow_shows_what_comes_and_ends_with_the_job(fake: Fake, tmp_path: Path) -> None:
+def test_follow_shows_what_comes_and_ends_with_the_job(fake: Programs, tmp_path: Path) -> None:
     fake("squeue", f"[ -e {tmp_path}/end ] && echo '1|CANCELLED|None|n0' || echo '1|RUNNING|None|n0'")
     run = job(Path("runs/r"), "1")
     records(run, 1)
@@ -100,7 +92,7 @@ def test_follow_shows_what_comes_and_ends_with_the_job(fake: Fake, tmp_path: Pat
     assert done.stderr == "job 1 CANCELLED (on n0)\n"
 
 
-def test_what_a_rank_printed_over_a_chain(fake: Fake) -> None:
+def test_what_a_rank_printed_over_a_chain(fake: Programs) -> None:
     run = job(Path("runs/r"), "1", "2")
     for job_id in ("1", "2"):
         (run / "logs" / job_id).mkdir(parents=True)
@@ -108,7 +100,7 @@ def test_what_a_rank_printed_over_a_chain(fake: Fake) -> None:
     assert hpctrain("logs", "2", "--rank", "3").stdout == "life 1\nlife 2\n"
 
 
-def test_cancel_ends_what_has_not_ended(fake: Fake, tmp_path: Path) -> None:
+def test_cancel_ends_what_has_not_ended(fake: Programs, tmp_path: Path) -> None:
     fake("squeue", "echo '1|FAILED|None|n0'; echo '2|RUNNING|None|n0'; echo '3|PENDING|Dependency|'")
     fake("scancel", f'echo "$@" >{tmp_path}/said')
     job(Path("runs/r"), "1", "2", "3")
@@ -128,7 +120,7 @@ def test_cancel_ends_what_has_not_ended(fake: Fake, tmp_path: Path) -> None:
         ("", 1, "Slurm knows job 3 no more: submit runs/r again, and it continues"),
     ],
 )
-def test_requeue_takes_the_job_that_runs_or_ran_last(fake: Fake, queue: str, code: int, said: str) -> None:
+def test_requeue_takes_the_job_that_runs_or_ran_last(fake: Programs, queue: str, code: int, said: str) -> None:
     fake("squeue", "\n".join(f"echo '{row}'" for row in queue.split()))
     fake("scontrol", '[ "$1" = requeue ]')
     job(Path("runs/r"), "1", "2", "3")
@@ -136,7 +128,7 @@ def test_requeue_takes_the_job_that_runs_or_ran_last(fake: Fake, queue: str, cod
     assert done.exit_code == code and said in done.output
 
 
-def test_a_slurm_that_fails_is_one_sentence(fake: Fake) -> None:
+def test_a_slurm_that_fails_is_one_sentence(fake: Programs) -> None:
     fake("squeue", "echo 'slurm_load_jobs error: Unable to contact slurm controller (connect failure)' >&2; exit 1")
     job(Path("runs/r"), "1")
     for command in (["jobs"], ["cancel", "r"], ["requeue", "r"]):

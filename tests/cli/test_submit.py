@@ -9,7 +9,11 @@ import pytest
 from click.testing import CliRunner, Result
 
 from hpctrain.cli import main
+from hpctrain.cli.submit import succeed
 from hpctrain.config.schema import RunConfig
+from hpctrain.errors import LaunchError
+from hpctrain.launch.jobs import Job
+from hpctrain.launch.state import JobState
 
 SMALL = (
     "model.layers=1",
@@ -130,3 +134,44 @@ def test_without_slurm_it_says_so_and_trains_here(corpus: str, no_slurm: None, m
 def test_more_nodes_than_this_machine_are_refused(corpus: str, no_slurm: None) -> None:
     done = submit(corpus, "cluster.nodes=2", "train.micro_batch=1")
     assert done.exit_code == 2 and "cluster.nodes=2: this command starts ranks on one machine" in done.stderr
+
+
+def test_of_a_chain_the_last_job_counts() -> None:
+    chains = [Job(("1", "2"), "", Path("/logs")), Job(("3", "4"), "", Path("/logs"))]
+    words = ("TIMEOUT", "COMPLETED", "FAILED", "COMPLETED")
+    ended = [JobState(str(index + 1), word) for index, word in enumerate(words)]
+    succeed(ended, chains, Path("/run"))
+    ended[3] = JobState("4", "CANCELLED", "by 0")
+    with pytest.raises(LaunchError, match=r"^job 4 CANCELLED \(by 0\): hpctrain logs /run --rank 0 shows"):
+        succeed(ended, chains, Path("/run"))
+
+
+SLURM = {
+    "sbatch": 'echo "$*" >>$HOME/sent; echo 7',
+    "squeue": "[ -e $HOME/answers ] || exit 1; echo '7|FAILED|NonZeroExitCode|n0'",
+}
+
+
+@pytest.mark.parametrize(("how", "code"), [((), 0), (("--wait",), 1), (("--follow",), 1)])
+def test_exit_status_is_that_of_the_job_where_it_was_waited_for(
+    corpus: str, programs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: tuple[str, ...], code: int
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for name, script in {**SLURM, "srun": "true"}.items():
+        programs(name, script)
+    (tmp_path / "answers").touch()
+    done = submit(corpus, *how)
+    assert done.exit_code == code, done.output
+    assert f"job 7: run folder {tmp_path}/runs/gpt-tiny" in done.stdout
+    assert ("job 7 FAILED (NonZeroExitCode, on n0)" in done.stderr) == bool(how)
+    assert (tmp_path / "sent").read_text().startswith(f"--parsable {tmp_path}/runs/gpt-tiny/jobs/")
+
+
+def test_a_queued_job_is_no_failure_when_slurm_does_not_answer_after_it(
+    corpus: str, programs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for name, script in {**SLURM, "srun": "true"}.items():
+        programs(name, script)
+    done = submit(corpus)
+    assert (done.exit_code, done.stdout) == (0, f"job 7: run folder {tmp_path}/runs/gpt-tiny\n")

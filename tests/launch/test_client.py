@@ -11,19 +11,7 @@ import pytest
 
 from hpctrain.launch.client import SlurmError, call, has_slurm, reason, version
 
-Fake = Callable[[str, str], None]
-
-
-@pytest.fixture
-def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Fake:
-    """Puts a shell script on PATH."""
-    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
-
-    def put(name: str, script: str) -> None:
-        (tmp_path / name).write_text(f"#!/bin/bash\n{script}\n")
-        (tmp_path / name).chmod(0o755)
-
-    return put
+Programs = Callable[[str, str], None]
 
 
 @pytest.mark.parametrize(
@@ -62,13 +50,13 @@ def test_reasons(said: str, sentence: str) -> None:
     assert reason(said) == sentence
 
 
-def test_what_it_prints(fake: Fake) -> None:
-    fake("squeue", "echo one; echo warning >&2")
+def test_what_it_prints(programs: Programs) -> None:
+    programs("squeue", "echo one; echo warning >&2")
     assert call(["squeue"]) == "one\n"
 
 
-def test_a_failure_is_one_sentence(fake: Fake) -> None:
-    fake("scancel", 'echo "scancel: error: Kill job error on job id 5: Access denied" >&2; exit 1')
+def test_a_failure_is_one_sentence(programs: Programs) -> None:
+    programs("scancel", 'echo "scancel: error: Kill job error on job id 5: Access denied" >&2; exit 1')
     with pytest.raises(SlurmError) as caught:
         call(["scancel", "5"])
     assert str(caught.value) == "scancel failed with status 1: Kill job error on job id 5: Access denied."
@@ -76,9 +64,9 @@ def test_a_failure_is_one_sentence(fake: Fake) -> None:
     assert (str(copy), copy.said) == (str(caught.value), caught.value.said)
 
 
-def test_a_command_that_hangs_is_given_up(fake: Fake) -> None:
-    fake("squeue", "exec sleep 60")
-    fake("sbatch", "exec sleep 60")
+def test_a_command_that_hangs_is_given_up(programs: Programs) -> None:
+    programs("squeue", "exec sleep 60")
+    programs("sbatch", "exec sleep 60")
     began = time.monotonic()
     with pytest.raises(SlurmError, match=r"^squeue has not answered in 0\.2 s, so .*: try again later\.$"):
         call(["squeue"], timeout_s=0.2)
@@ -87,23 +75,23 @@ def test_a_command_that_hangs_is_given_up(fake: Fake) -> None:
     assert time.monotonic() - began < 5
 
 
-def test_a_command_that_is_not_there(fake: Fake) -> None:
+def test_a_command_that_is_not_there(programs: Programs) -> None:
     with pytest.raises(SlurmError, match="there is no sacct-nowhere on PATH"):
         call(["sacct-nowhere"])
 
 
-def test_filters_of_the_user_do_not_hide_jobs(fake: Fake, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_filters_of_the_user_do_not_hide_jobs(programs: Programs, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SQUEUE_PARTITION", "debug")
     monkeypatch.setenv("SLURM_CONF", "/etc/x")
-    fake("squeue", "env")
+    programs("squeue", "env")
     printed = call(["squeue"])
     assert "SQUEUE_PARTITION" not in printed and "SLURM_CONF=/etc/x" in printed
 
 
-def test_version(fake: Fake, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    fake("sbatch", "echo slurm 26.05.0-rc1")
+def test_version(programs: Programs, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    programs("sbatch", "echo slurm 26.05.0-rc1")
     assert has_slurm() and version() == "26.05.0-rc1"
-    fake("sbatch", "exit 1")
+    programs("sbatch", "exit 1")
     assert version() is None
     monkeypatch.setenv("PATH", str(tmp_path / "nowhere"))
     assert not has_slurm() and version() is None

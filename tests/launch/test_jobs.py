@@ -11,23 +11,15 @@ from hpctrain.errors import LaunchError
 from hpctrain.launch import jobs
 from hpctrain.launch.jobs import Job, Watch, locate, refuse_second, runs, states, wait
 
-Fake = Callable[[str, str], None]
+Programs = Callable[[str, str], None]
 
 
 @pytest.fixture
-def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Fake:
-    """Puts a shell script on PATH."""
-    folder = tmp_path / "bin"
-    folder.mkdir()
-    monkeypatch.setenv("PATH", f"{folder}:/usr/bin:/bin")
-
-    def put(name: str, script: str) -> None:
-        (folder / name).write_text(f"#!/bin/bash\n{script}\n")
-        (folder / name).chmod(0o755)
-
-    put("sbatch", "exit 1")
-    put("sacct", "echo Slurm accounting storage is disabled >&2; exit 1")
-    return put
+def fake(programs: Programs) -> Programs:
+    """Slurm's commands, without accounting."""
+    programs("sbatch", "exit 1")
+    programs("sacct", "echo Slurm accounting storage is disabled >&2; exit 1")
+    return programs
 
 
 def a_job(*ids: str, submitted: str = "2026-01-01T00:00:00+00:00") -> Job:
@@ -66,7 +58,7 @@ def test_runs_and_sweeps_are_found(tmp_path: Path) -> None:
         locate("4", tmp_path)
 
 
-def test_the_queue_is_asked_first_then_accounting(fake: Fake) -> None:
+def test_the_queue_is_asked_first_then_accounting(fake: Programs) -> None:
     fake("squeue", "echo '1|RUNNING|None|n0'; echo '9|RUNNING|None|n0'")
     fake("sacct", """[[ "$*" == *--jobs=2,3* ]] && echo '2|CANCELLED by 7|0:0|n1'""")
     found = states(["1", "2", "3"])
@@ -77,7 +69,7 @@ def test_the_queue_is_asked_first_then_accounting(fake: Fake) -> None:
     ]
 
 
-def test_a_job_is_forgotten_only_when_it_stays_away(fake: Fake, tmp_path: Path) -> None:
+def test_a_job_is_forgotten_only_when_it_stays_away(fake: Programs, tmp_path: Path) -> None:
     """As when the controller restarts: it knows no job for a moment."""
     fake("squeue", f"echo x >>{tmp_path}/asked; [ $(wc -l <{tmp_path}/asked) -eq 2 ] || echo '1|RUNNING|None|n0'")
     watch = Watch(["1"], poll_s=0)
@@ -88,7 +80,9 @@ def test_a_job_is_forgotten_only_when_it_stays_away(fake: Fake, tmp_path: Path) 
 
 
 @pytest.mark.parametrize("broken", ["squeue", "sacct"])
-def test_a_slurm_that_does_not_answer_is_borne_with_for_a_while(fake: Fake, broken: str, monkeypatch, tmp_path) -> None:
+def test_a_slurm_that_does_not_answer_is_borne_with_for_a_while(
+    fake: Programs, broken: str, monkeypatch, tmp_path
+) -> None:
     refusal = "echo 'error: Unable to contact' >&2; exit 1"
     fake("squeue", refusal if broken == "squeue" else "true")
     fake("sacct", refusal)
@@ -102,7 +96,7 @@ def test_a_slurm_that_does_not_answer_is_borne_with_for_a_while(fake: Fake, brok
         Watch(["1"], poll_s=0).ended()
 
 
-def test_a_second_job_of_a_run_is_refused(fake: Fake, tmp_path: Path) -> None:
+def test_a_second_job_of_a_run_is_refused(fake: Programs, tmp_path: Path) -> None:
     run = put(tmp_path / "a", a_job("1", "2"))
     fake("squeue", "echo '1|COMPLETED|None|n0'; echo '2|PENDING|Dependency|'")
     with pytest.raises(LaunchError, match=r"a has job 2 PENDING \(Dependency\) already: end it with hpctrain cancel"):

@@ -54,18 +54,20 @@ class Request:
         return bool(self.options.elements)
 
 
-def folders(request: Request, stamp: str, snapshot: bool) -> JobFolders:
+def folders(request: Request, stamp: str, copied: bool) -> JobFolders:
     """Where the files of a submission are.
 
     Args:
         request: of it.
         stamp: its name.
-        snapshot: whether it has a copy of the code.
+        copied: whether it has a copy of the code.
     """
-    corpora = {config.data.corpus.parent for config in request.configs}
-    others = {c.checkpoint.continue_from for c in request.configs if c.checkpoint.continue_from}
-    code = request.home / "code" / stamp if snapshot else None
-    return JobFolders(request.home, stamp, code, tuple(sorted(corpora | others)))
+    read: set[Path] = set()
+    if request.site.profile.container:
+        read |= {config.data.corpus.parent for config in request.configs}
+        read |= {c.checkpoint.continue_from for c in request.configs if c.checkpoint.continue_from}
+    code = request.home / "code" / stamp if copied else None
+    return JobFolders(request.home, stamp, code, tuple(sorted(read)))
 
 
 def script(request: Request, where: JobFolders) -> str:

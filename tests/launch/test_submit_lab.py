@@ -18,6 +18,7 @@ import pytest
 
 from hpctrain.errors import LaunchError
 from hpctrain.lab import Cluster, LabSpec, cluster
+from hpctrain.lab import config as lab_config
 from hpctrain.launch.jobs import Job, accounts, cancel, locate, refuse_second, requeue, states, wait
 from hpctrain.launch.plan import rank_plan
 from hpctrain.launch.slurm import Request, submit
@@ -255,11 +256,22 @@ def test_training_from_the_command_line_to_its_end(tmp_path: Path, slurm: Cluste
     assert (again.returncode, again.stderr.startswith("error: no job of")) == (1, True)
 
 
-def test_queue_and_accounting_say_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_accounting_refuses_an_unknown_account_and_agrees_with_the_queue(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    accounting = lab_config._accounting
+    monkeypatch.setattr(
+        config, "_accounting", lambda spec: f"{accounting(spec)}AccountingStorageEnforce=associations\n"
+    )
     with tempfile.TemporaryDirectory(prefix="lab-") as folder:
         spec = LabSpec(Path(folder) / "lab", nodes=1, gpus=2, accounting=True)
         with cluster(spec) as accounted:
             monkeypatch.setenv("SLURM_CONF", str(spec.slurm_conf))
+            with pytest.raises(
+                LaunchError, match=r"^Slurm refused the job: Invalid account or account/partition combi"
+            ):
+                send(request(tmp_path / "runs", jobs.report, "", account="nobody"))
+            assert not (tmp_path / "runs").exists()
             flags = ["--parsable", "--output=/dev/null"]
             scripts = (
                 ["--wrap=exit 3"],

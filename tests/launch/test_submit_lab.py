@@ -261,7 +261,7 @@ def test_accounting_refuses_an_unknown_account_and_agrees_with_the_queue(
 ) -> None:
     accounting = lab_config._accounting
     monkeypatch.setattr(
-        config, "_accounting", lambda spec: f"{accounting(spec)}AccountingStorageEnforce=associations\n"
+        lab_config, "_accounting", lambda spec: f"{accounting(spec)}AccountingStorageEnforce=associations\n"
     )
     with tempfile.TemporaryDirectory(prefix="lab-") as folder:
         spec = LabSpec(Path(folder) / "lab", nodes=1, gpus=2, accounting=True)

@@ -104,3 +104,12 @@ def test_a_second_job_of_a_run_is_refused(fake: Programs, tmp_path: Path) -> Non
     fake("squeue", "echo '1|COMPLETED|None|n0'; echo '2|TIMEOUT|TimeLimit|n0'")
     refuse_second(run)
     refuse_second(tmp_path / "new")
+
+
+@pytest.mark.parametrize("record", ["7", "7_[0-1]"])
+def test_accounting_may_have_one_record_for_an_array_that_never_began(fake: Programs, record: str) -> None:
+    """As 22.05 has it, one way or the other; asked for an element, it says nothing."""
+    fake("squeue", "true")
+    fake("sacct", f"""[[ "$*" == *--jobs=7 ]] && echo '{record}|CANCELLED by 0|0:0|None assigned'""")
+    found = states(["7_0", "7_1"])
+    assert [str(state) for state in found.values()] == ["job 7_0 CANCELLED (by 0)", "job 7_1 CANCELLED (by 0)"]

@@ -8,6 +8,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import cloudpickle
@@ -56,6 +57,20 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     if NO_LAB and not os.environ.get("CI"):
         terminalreporter.write_line(f"Tests marked slurm were left out: {NO_LAB}")
+
+
+@pytest.fixture
+def programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, str], None]:
+    """`programs(name, script)` puts a program on PATH, before those of the system, that runs a line of bash."""
+    folder = tmp_path / "programs"
+    folder.mkdir()
+    monkeypatch.setenv("PATH", f"{folder}:/usr/bin:/bin")
+
+    def put(name: str, script: str) -> None:
+        (folder / name).write_text(f"#!/bin/bash\n{script}\n")
+        (folder / name).chmod(0o755)
+
+    return put
 
 
 @pytest.fixture

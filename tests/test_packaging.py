@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import configparser
 import os
+import shutil
 import subprocess
+import sys
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -82,3 +85,30 @@ def test_make_alone_lists_the_targets() -> None:
     assert {line.split()[1] for line in make().stdout.splitlines()} == {
         *("help", "install", "train", "test", "bench", "lint", "test-gpu", "clean")
     }
+
+
+def test_a_wheel_brings_recipes_and_site_profiles(tmp_path: Path) -> None:
+    """Built from a copy of what git tracks, unpacked, and used from elsewhere, as an installed package is."""
+    tracked = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    for name in filter(None, tracked.split("\0")):
+        (tmp_path / "source" / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / name, tmp_path / "source" / name, follow_symlinks=False)
+    pip = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "--no-index", "--quiet"]
+    subprocess.run([*pip, "--wheel-dir", str(tmp_path), str(tmp_path / "source")], check=True, timeout=120)
+    (wheel,) = tmp_path.glob("*.whl")
+    zipfile.ZipFile(wheel).extractall(tmp_path / "installed")
+    shutil.rmtree(tmp_path / "source")
+    code = """if True:
+        import hpctrain
+        from hpctrain.config.load import recipes
+        from hpctrain.launch import snapshot
+        from hpctrain.launch.profile import profiles, site
+        print(hpctrain.__file__, len(recipes()), *profiles(), len(site("generic").prologue), snapshot.checkout())
+    """
+    env = {**os.environ, "PYTHONPATH": str(tmp_path / "installed")}
+    done = subprocess.run([sys.executable, "-c", code], env=env, cwd=tmp_path, capture_output=True, text=True)
+    file, count, *names, prologue, checkout = done.stdout.split()
+    assert file == str(tmp_path / "installed" / "hpctrain" / "__init__.py"), done.stderr
+    assert int(count) > 5 and names == sorted(path.stem for path in (ROOT / "slurm_templates").glob("*.yaml"))
+    assert int(prologue) == (ROOT / "slurm_templates" / "generic.sh").stat().st_size
+    assert checkout == "None", "what is installed is not copied for a job"

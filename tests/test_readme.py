@@ -38,6 +38,11 @@ def test_make_targets(line: str) -> None:
 
 @pytest.mark.parametrize("arguments", OURS, ids=" ".join)
 def test_commands_parse(arguments: list[str]) -> None:
+    parse(arguments)
+
+
+def parse(arguments: list[str]) -> None:
+    """Read a command line as the program would, without running it."""
     context = click.Context(main, info_name="hpctrain")
     command: click.Command | None = main
     while isinstance(command, click.Group) and arguments:

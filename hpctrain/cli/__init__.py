@@ -23,6 +23,11 @@ class Lazy(NamedTuple):
 
 COMMANDS = {
     "train": Lazy("hpctrain.cli.train:train", "Train a recipe on the ranks it asks for."),
+    "submit": Lazy("hpctrain.cli.submit:submit", "Train a recipe as a job of a Slurm cluster."),
+    "jobs": Lazy("hpctrain.cli.jobs:jobs", "List submitted runs, and how their jobs stand."),
+    "logs": Lazy("hpctrain.cli.jobs:logs", "Show a run's records, or what a rank printed."),
+    "cancel": Lazy("hpctrain.cli.jobs:cancel", "End the jobs of a run."),
+    "requeue": Lazy("hpctrain.cli.jobs:requeue", "Have a run's job start anew from its newest checkpoint."),
     "generate": Lazy("hpctrain.cli.generate:generate", "Continue a text with the weights of a checkpoint."),
     "config": Lazy("hpctrain.cli.config:config", "Show recipes, and what every setting means."),
     "data": Lazy("hpctrain.cli.data:data", "Build HDF5 corpora from text, and look at them."),

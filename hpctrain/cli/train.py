@@ -32,7 +32,7 @@ def train(recipe: str, overrides: tuple[str, ...]) -> None:
     if identity is not None:
         _as_rank(config.model_dump(mode="json"), identity.rank)
     else:
-        _on_this_machine(config)
+        on_this_machine(config)
 
 
 def _as_rank(settings: dict[str, object], rank: int) -> None:
@@ -44,7 +44,8 @@ def _as_rank(settings: dict[str, object], rank: int) -> None:
         _show(summary)
 
 
-def _on_this_machine(config: RunConfig) -> None:
+def on_this_machine(config: RunConfig) -> None:
+    """Train with the ranks of one node, here, and show it."""
     from hpctrain.errors import ConfigError
     from hpctrain.launch.local import run_local
     from hpctrain.telemetry.console import ConsoleView, follow

@@ -130,6 +130,7 @@ class ClusterConfig(Section):
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto takes a GPU where there is one.")
     timeout_s: Positive = Field(600.0, description="Longest wait of any collective, seconds.")
     threads: Natural = Field(0, description="CPU threads a rank; 0 is its CPUs over the ranks on the node.")
+    profile: str = Field("generic", description="Site profile of `hpctrain submit`: a name, or a YAML file.")
 
 
 class DataConfig(Section):

@@ -40,3 +40,41 @@ def wait_for_ever(folder, deaf=False):
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
     Path(folder, f"{detect(os.environ).rank}.pid").write_text(str(os.getpid()))
     time.sleep(60)
+
+
+def report(folder):
+    """What a rank of a Slurm job finds, in a file of its own."""
+    import json
+
+    import hpctrain
+
+    me = detect(os.environ)
+    names = ("CUDA_VISIBLE_DEVICES", "SLURM_CPUS_PER_TASK", "SLURM_JOB_ID", "SLURM_NODEID", "PMIX_RANK", "PMI_RANK")
+    found = {name: os.environ.get(name) for name in names}
+    found |= {"rank": me.rank, "world": me.world, "local_rank": me.local_rank, "local_world": me.local_world}
+    found |= {"life": int(os.environ.get("SLURM_RESTART_COUNT", 0)), "code": hpctrain.__file__, "cwd": os.getcwd()}
+    handled = (signal.SIGTERM, signal.SIGCONT, signal.SIGUSR2)
+    found["handlers"] = [getattr(signal.getsignal(number), "name", "ours") for number in handled]
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    part = Path(folder) / f".{me.rank}.part"
+    part.write_text(json.dumps(found))
+    part.replace(Path(folder) / f"{me.rank}.json")
+
+
+def sleep(folder, seconds=60):
+    report(folder)
+    time.sleep(seconds)
+
+
+def sleep_once(folder):
+    """Sleeps in the first life of its job only."""
+    sleep(folder, 0 if os.environ.get("SLURM_RESTART_COUNT") else 60)
+
+
+def line_up(file):
+    """Adds its job to a file; the first one in it then fails."""
+    first = not Path(file).exists()
+    with open(file, "a") as out:
+        out.write(os.environ["SLURM_JOB_ID"] + "\n")
+    if first:
+        raise SystemExit(3)

@@ -1,0 +1,181 @@
+"""`hpctrain submit`: from a recipe to a job in the queue, or to all that is known about one."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from hpctrain.cli.tables import columns
+from hpctrain.errors import ConfigError, LaunchError
+
+if TYPE_CHECKING:
+    from hpctrain.config.schema import RunConfig
+    from hpctrain.launch.jobs import Job
+    from hpctrain.launch.slurm import Request
+    from hpctrain.launch.state import JobState
+
+RANKS_SHOWN = 32
+"""Above that, the plan has one line a node."""
+
+
+@click.command(epilog="\b\nExample:  hpctrain submit gpt-tiny cluster.nodes=2 cluster.gpus_per_node=2 --dry-run")
+@click.argument("recipe")
+@click.argument("overrides", metavar="[KEY=VALUE]...", nargs=-1)
+@click.option("--dry-run", is_flag=True, help="Print the batch script and where each rank goes; queue nothing.")
+@click.option("--profile", metavar="NAME|FILE", help="Site profile.  [default: cluster.profile]")
+@click.option("--partition", help="Where the job goes, over the profile.")
+@click.option("--account", help="Who pays, over the profile.")
+@click.option("--qos", help="Quality of service, over the profile.")
+@click.option("--time", "time_limit", metavar="TIME", help="Time limit as Slurm writes it, over the profile.")
+@click.option("--array", "axes", metavar="KEY=V1,V2", multiple=True, help="Sweep as a job array; again for products.")
+@click.option("--chain", type=click.IntRange(1, 1000), default=1, help="Jobs in a row that continue the same run.")
+@click.option("--wait", is_flag=True, help="Return when the job has ended, with its success as exit status.")
+@click.option("--follow", is_flag=True, help="The same, and show the run's records.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def submit(
+    recipe: str,
+    overrides: tuple[str, ...],
+    dry_run: bool,
+    profile: str | None,
+    partition: str | None,
+    account: str | None,
+    qos: str | None,
+    time_limit: str | None,
+    axes: tuple[str, ...],
+    chain: int,
+    wait: bool,
+    follow: bool,
+    as_json: bool,
+) -> None:
+    """Train RECIPE, a name from `hpctrain config list` or a YAML file, as a Slurm job.
+
+    What can be known to fail is refused before anything is queued. Where there is no Slurm it trains on this
+    machine, as `hpctrain train` does.
+    """
+    from hpctrain.launch import client
+    from hpctrain.launch.profile import check_time, site
+    from hpctrain.launch.sbatch import Options
+    from hpctrain.launch.slurm import Request
+    from hpctrain.launch.sweep import anchored, sweep
+    from hpctrain.train.run import rank_main
+
+    if profile:
+        overrides = (*overrides, f"cluster.profile={profile}")
+    configs = sweep(recipe, overrides, axes) if axes else (anchored(_load(recipe, overrides)),)
+    home = configs[0].folder if axes else configs[0].run_folder
+    request = Request(
+        configs=configs,
+        entries=tuple((rank_main, (config.model_dump(mode="json"), False)) for config in configs),
+        home=home,
+        site=site(configs[0].cluster.profile),
+        options=Options(partition, account, check_time(time_limit) if time_limit else None, qos, len(axes and configs)),
+        chain=chain,
+    )
+    if axes and follow:
+        raise ConfigError("--follow", "--array", "shows one run", "use --wait, and hpctrain logs for each")
+    if dry_run:
+        _show_plan(request, as_json)
+    for config in configs:
+        _check(config)
+    if dry_run:
+        return
+    if not client.has_slurm():
+        _here(request)
+        return
+    _queue(request, wait, follow, as_json)
+
+
+def _load(recipe: str, overrides: tuple[str, ...]) -> RunConfig:
+    from hpctrain.config.load import load
+
+    return load(recipe, overrides)
+
+
+def _check(config: RunConfig) -> None:
+    from hpctrain.train.preflight import preflight
+
+    preflight(config, config.cluster.nodes * config.cluster.gpus_per_node)
+
+
+def _show_plan(request: Request, as_json: bool) -> None:
+    from hpctrain.launch import snapshot
+    from hpctrain.launch.plan import rank_plan, summary
+    from hpctrain.launch.slurm import folders, script
+
+    places = rank_plan(request.configs[0])
+    text = script(request, folders(request, "STAMP", snapshot.checkout() is not None))
+    if as_json:
+        runs = [str(config.run_folder) for config in request.configs]
+        click.echo(json.dumps({"script": text, "runs": runs, "ranks": [place.plain() for place in places]}, indent=2))
+        return
+    click.echo(text)
+    for line in columns(summary(places) if len(places) > RANKS_SHOWN else [place.plain() for place in places]):
+        click.echo(line)
+    for config in request.configs:
+        click.echo(f"run folder {config.run_folder}")
+
+
+def _here(request: Request) -> None:
+    """Without Slurm: on this machine, through the local executor."""
+    from hpctrain.cli.train import on_this_machine
+
+    if request.chain > 1:
+        raise ConfigError("--chain", request.chain, "there is no Slurm here: no sbatch on PATH", "leave it out")
+    click.echo(
+        "there is no Slurm here (no sbatch on PATH): training on this machine, with the local executor", err=True
+    )
+    for config in request.configs:
+        on_this_machine(config)
+
+
+def _queue(request: Request, wait: bool, follow: bool, as_json: bool) -> None:
+    from hpctrain.launch.client import SlurmError
+    from hpctrain.launch.jobs import first_states
+    from hpctrain.launch.slurm import submit as send
+
+    jobs = send(request, lambda text: click.echo(f"warning: {text}", err=True))
+    folders = [config.run_folder for config in request.configs]
+    if as_json:
+        listed = [{"run": str(folder), "jobs": list(job.ids)} for folder, job in zip(folders, jobs)]
+        click.echo(json.dumps(listed, indent=2))
+    else:
+        for folder, job in zip(folders, jobs):
+            click.echo(f"job {', '.join(job.ids)}: run folder {folder}")
+    ids = [job_id for job in jobs for job_id in job.ids]
+    with suppress(SlurmError):  # it is queued, whether Slurm answers now or not
+        for state in first_states(ids).values():
+            if state.stuck:
+                click.echo(f"warning: {state}: it will not start before that changes", err=True)
+    try:
+        _stay(request, jobs, wait, follow)
+    except KeyboardInterrupt:
+        click.echo(f"the job goes on; hpctrain cancel {request.home} ends it", err=True)
+        raise
+
+
+def _stay(request: Request, jobs: list[Job], wait: bool, follow: bool) -> None:
+    """Wait for jobs, where that was asked for, and report how they ended."""
+    if follow:
+        from hpctrain.cli.jobs import show_records
+
+        ended = show_records(request.home, jobs[0], request.configs[0].train.steps)
+    elif wait:
+        from hpctrain.launch.jobs import wait as wait_for
+
+        ended = wait_for([job_id for job in jobs for job_id in job.ids])
+    else:
+        return
+    succeed(ended, jobs, request.home)
+
+
+def succeed(ended: Sequence[JobState], jobs: Sequence[Job], folder: Path) -> None:
+    """Raise a `LaunchError` unless every run came to its end. Of a chain the last job counts."""
+    last = {job.ids[-1] for job in jobs}
+    for state in ended:
+        if state.id in last and not state.good:
+            raise LaunchError(f"{state}: hpctrain logs {folder} --rank 0 shows what its first rank printed.")

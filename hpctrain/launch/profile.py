@@ -1,0 +1,163 @@
+"""What a site changes: how its jobs ask for GPUs, time and CPUs, and what runs before the ranks.
+
+A profile is a YAML file. Those that come with the package lie in `slurm_templates`; a site writes its own and
+names the file with `--profile` or `cluster.profile`. Keys are strict: one that does not exist is refused.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from importlib.resources import files
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from pydantic import AfterValidator, Field, ValidationError
+
+from hpctrain.config import plain_yaml
+from hpctrain.config.keys import nearest
+from hpctrain.config.schema import Count, Natural, Section
+from hpctrain.errors import ConfigError
+
+if TYPE_CHECKING:
+    from importlib.abc import Traversable
+
+TIME = r"\d+|\d+:\d\d|\d+:\d\d:\d\d|\d+-\d+|\d+-\d+:\d\d|\d+-\d+:\d\d:\d\d|UNLIMITED|INFINITE"
+"""A time limit as Slurm writes it: minutes, m:s, h:m:s, d-h, d-h:m, d-h:m:s."""
+
+Word = Annotated[str, Field(pattern=r"^[^\s'\"]+$")]
+Name = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
+Flag = Annotated[str, Field(pattern=r"^[a-z][a-z0-9-]*$")]
+Time = Annotated[str, Field(pattern=f"^({TIME})$")]
+Line = Annotated[str, Field(pattern=r"^[^\n\r]*$")]
+
+OWN_FLAGS = {
+    *("array", "chdir", "cpus-per-task", "dependency", "error", "gpus-per-node", "gres", "job-name", "nodes", "ntasks"),
+    *("ntasks-per-node", "open-mode", "output", "requeue", "signal"),
+}
+"""Flags of sbatch that are written from the configuration, so a profile cannot set them."""
+
+
+def _foreign(flags: dict[str, Any]) -> dict[str, Any]:
+    if taken := sorted(OWN_FLAGS & flags.keys()):
+        raise ValueError(f"{', '.join(taken)} is set from the configuration")
+    return flags
+
+
+class Container(Section):
+    """What the ranks run in. The run folder, the corpus and the code are mounted at the paths they have outside."""
+
+    kind: Literal["pyxis", "enroot", "apptainer"] = Field(description="pyxis is srun's --container-image.")
+    image: Word = Field(description="As the tool names it: registry, .sqsh or .sif file.")
+    python: Word = Field("python3", description="In the container, with hpctrain's requirements installed.")
+    mounts: tuple[Word, ...] = Field((), description="More of them, FROM:TO.")
+    args: tuple[Line, ...] = Field((), description="Further arguments of the tool, one each.")
+
+
+class Profile(Section):
+    """A site, as far as its jobs are concerned."""
+
+    about: Line = Field(description="What it is for, in a line.")
+    partition: Word | None = Field(None, description="Where jobs go; none leaves it to Slurm.")
+    account: Word | None = Field(None, description="Who pays.")
+    qos: Word | None = Field(None, description="Quality of service.")
+    constraint: Word | None = Field(None, description="Features that nodes must have.")
+    time: Time | None = Field(None, description="Time limit; none leaves it to Slurm.")
+    gpus: Literal["gres", "gpus-per-node", "none"] = Field("gres", description="How GPUs are asked for.")
+    gpu_type: Word | None = Field(None, description="As in gres:gpu:TYPE:4.")
+    cpus_per_task: Count | None = Field(None, description="CPUs of a rank; none leaves it to Slurm.")
+    mem: Word | None = Field(None, description="Memory of a node; 0 is all of it.")
+    exclusive: bool = Field(False, description="No other job on its nodes.")
+    signal_lead_s: Natural = Field(120, description="Seconds before the time limit at which ranks are warned.")
+    mpi: Word | None = Field(None, description="srun --mpi: pmix, pmi2, none; nothing leaves it to Slurm.")
+    sbatch: Annotated[dict[Flag, Word | int | bool], AfterValidator(_foreign)] = Field(
+        {}, description="Other flags of sbatch, without dashes: true is the bare flag."
+    )
+    srun_args: tuple[Line, ...] = Field((), description="Further arguments of srun, one each.")
+    environment: dict[Name, Line] = Field({}, description="Exported before the prologue.")
+    prologue: Word | None = Field(None, description="A file of bash beside the profile, run before the ranks.")
+    container: Container | None = None
+
+
+class Site(Section):
+    """A profile, where it came from, and the text of its prologue."""
+
+    name: str
+    profile: Profile
+    prologue: str = ""
+
+
+def profiles() -> dict[str, Traversable]:
+    """The profiles of the package by name, sorted."""
+    found = [file for file in _templates().iterdir() if file.name.endswith(".yaml")]
+    return {file.name.removesuffix(".yaml"): file for file in sorted(found, key=lambda file: file.name)}
+
+
+def site(name: str) -> Site:
+    """A profile of the package, or one in a file.
+
+    Args:
+        name: of the profile; with a slash or an ending in .yaml or .yml it is a path.
+
+    Raises:
+        ConfigError: there is none, it is not YAML, or a key or value in it is wrong.
+    """
+    if "/" in name or name.endswith((".yaml", ".yml")):
+        file: Traversable | Path = Path(name)
+        beside: Traversable | Path = Path(name).parent
+    else:
+        known = profiles()
+        if name not in known:
+            near = nearest(name, known)
+            fix = f"the nearest is {near}" if near else f"they are {', '.join(known)}"
+            raise ConfigError("cluster.profile", name, "there is no such profile", f"{fix}, or name a file with .yaml")
+        file, beside = known[name], _templates()
+    profile = _parse(_text(file, name), name)
+    prologue = _text(beside.joinpath(profile.prologue), f"{name}: prologue") if profile.prologue else ""
+    return Site(name=name, profile=profile, prologue=prologue)
+
+
+def check_time(text: str) -> str:
+    """A time limit as given on the command line.
+
+    Raises:
+        ConfigError: Slurm would not understand it.
+    """
+    if not re.fullmatch(TIME, text):
+        raise ConfigError("--time", text, "must be a time limit of Slurm", "for example 90, 1:30:00 or 2-0")
+    return text
+
+
+def _templates() -> Traversable:
+    return files("hpctrain.launch").joinpath("templates")
+
+
+def _text(file: Traversable | Path, what: str) -> str:
+    try:
+        return file.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError("cluster.profile", what, f"{file} cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise ConfigError("cluster.profile", what, f"{file} must be text in UTF-8") from None
+
+
+def _parse(text: str, name: str) -> Profile:
+    try:
+        tree = plain_yaml.read(text)
+    except ValueError as error:
+        raise ConfigError("cluster.profile", name, f"must be YAML, but {error}") from None
+    try:
+        return Profile.model_validate_json(json.dumps(tree), strict=True)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_context=False)[0]
+        path = ".".join(map(str, first["loc"]))
+        raise ConfigError("cluster.profile", name, f"{path or 'it'}: {_words(first, path)}") from None
+
+
+def _words(found: Any, path: str) -> str:
+    if found["type"] == "extra_forbidden":
+        near = nearest(path, Profile.model_fields)
+        return "there is no such key" + (f", the nearest is {near}" if near else "")
+    if found["type"] == "missing":
+        return "it must be there"
+    return f"{found['input']!r} does not fit ({found['msg'][:1].lower()}{found['msg'][1:]})"

@@ -1,0 +1,194 @@
+"""Jobs on Slurm, through submitit: it pickles the entry point and names the files; the script is ours."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import shutil
+import sys
+import uuid
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from submitit.core.utils import DelayedSubmission
+from submitit.slurm.slurm import SlurmExecutor, SlurmJob
+
+from hpctrain.config.schema import RunConfig
+from hpctrain.errors import LaunchError
+from hpctrain.launch import client, snapshot
+from hpctrain.launch.environment import submission_environment
+from hpctrain.launch.jobs import Job, cancel, refuse_second, whole
+from hpctrain.launch.profile import Site
+from hpctrain.launch.sbatch import JobFolders, Options, sbatch_text
+from hpctrain.launch.task import slurm_task
+
+Entry = tuple[Callable[..., Any], tuple[Any, ...]]
+"""What each rank calls: a function that is importable by name, and plain arguments."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """One submission.
+
+    Attributes:
+        configs: of the run; of a sweep, one for each element of the job array.
+        entries: what the ranks of each call.
+        home: working directory of the job: the run folder, or the folder of the sweep.
+        site: profile of the cluster.
+        options: of sbatch.
+        chain: jobs that follow each other, each when the one before it has ended.
+    """
+
+    configs: tuple[RunConfig, ...]
+    entries: tuple[Entry, ...]
+    home: Path
+    site: Site
+    options: Options
+    chain: int = 1
+
+    @property
+    def array(self) -> bool:
+        return bool(self.options.elements)
+
+
+def folders(request: Request, stamp: str, copied: bool) -> JobFolders:
+    """Where the files of a submission are.
+
+    Args:
+        request: of it.
+        stamp: its name.
+        copied: whether it has a copy of the code.
+    """
+    read: set[Path] = set()
+    if request.site.profile.container:
+        read |= {config.data.corpus.parent for config in request.configs}
+        read |= {c.checkpoint.continue_from for c in request.configs if c.checkpoint.continue_from}
+    code = request.home / "code" / stamp if copied else None
+    return JobFolders(request.home, stamp, code, tuple(sorted(read)))
+
+
+def script(request: Request, where: JobFolders) -> str:
+    """The text that sbatch is given."""
+    config = request.configs[0].model_copy(update={"name": request.home.name})
+    return sbatch_text(config, request.site, request.options, where, sys.executable, client.version())
+
+
+def submit(request: Request, warn: Callable[[str], None]) -> list[Job]:
+    """Queue a submission. Either all of it is queued, or nothing is and nothing is left of it.
+
+    Args:
+        request: whose settings were checked.
+        warn: takes one line of text.
+
+    Returns:
+        The job of each configuration, written into its run folder too.
+
+    Raises:
+        LaunchError: the run has a job already, or Slurm refuses, in its own words.
+    """
+    for config in request.configs:
+        refuse_second(config.run_folder)
+    with ExitStack() as undo:
+        for folder in (request.home, *(config.run_folder for config in request.configs)):
+            _make(folder, undo)
+        top = snapshot.checkout()
+        stamp = f"{datetime.datetime.now():%Y%m%d-%H%M%S}-{uuid.uuid4().hex[:6]}"
+        where = folders(request, stamp, top is not None)
+        _make(where.logs, undo)
+        _make(where.jobs.parent, undo)
+        undo.callback(shutil.rmtree, where.jobs.parent, ignore_errors=True)
+        if top and where.code:
+            _copy_code(top, where.code, undo, warn)
+        chain: list[list[str]] = []
+        for _ in range(request.chain):
+            after = chain[-1][0].split("_")[0] if chain else None  # of an array, all elements
+            link = replace(request, options=replace(request.options, after=after))
+            chain.append(_Executor(where, script(link, where)).send(request.entries, request.array))
+            undo.callback(_withdraw, chain[-1])
+        jobs = [_job(request, [link[index] for link in chain], where) for index in range(len(request.configs))]
+        for config, job in zip(request.configs, jobs):
+            job.write(config.run_folder)
+        if request.array:
+            _job(request, [job_id for link in chain for job_id in link], where).write(request.home)
+        undo.pop_all()
+    return jobs
+
+
+def _job(request: Request, ids: Sequence[str], where: JobFolders) -> Job:
+    now = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
+    given = {name: value for name, value in vars(request.options).items() if value}
+    return Job(tuple(ids), now, where.logs, where.code, request.site.name, given)
+
+
+def _make(folder: Path, undo: ExitStack) -> None:
+    """Make a folder and its parents; those that were not there go again, when they are empty, if it comes to that."""
+    missing = [path for path in (folder, *folder.parents) if not path.exists()]
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise LaunchError(f"{folder} cannot be made ({error.strerror}): the run folder must be writable.") from None
+    for path in reversed(missing):
+        undo.callback(_remove_empty, path)
+
+
+def _remove_empty(folder: Path) -> None:
+    with suppress(OSError):
+        folder.rmdir()
+
+
+def _copy_code(top: Path, target: Path, undo: ExitStack, warn: Callable[[str], None]) -> None:
+    _make(target.parent, undo)
+    undo.callback(shutil.rmtree, target, ignore_errors=True)
+    loose = snapshot.take(top, target)
+    if loose:
+        warn(f"{len(loose)} files that git does not track are not in the job's code, for example {loose[0]}: git add.")
+
+
+def _withdraw(ids: Sequence[str]) -> None:
+    with suppress(LaunchError):
+        cancel(whole(ids))
+
+
+class _Executor(SlurmExecutor):
+    """submitit's executor with our script, and sbatch called in a clean environment and with a time limit.
+
+    submitit puts pickles and scripts beside the job's folder, under temporary names, until it knows the job's id.
+    """
+
+    def __init__(self, where: JobFolders, text: str) -> None:
+        super().__init__(where.jobs, python=sys.executable)
+        self._text, self._waiting = text, where.jobs.parent
+
+    def send(self, entries: Sequence[Entry], array: bool) -> list[str]:
+        """Queue one job, an array where it is asked for; the id of each entry's."""
+        tasks = [DelayedSubmission(slurm_task, function, args) for function, args in entries]
+        if not array:
+            return [job.job_id for job in self._internal_process_submissions(tasks)]
+        pickles = [self._waiting / f"{index}.pkl" for index in range(len(tasks))]
+        for task, pickle in zip(tasks, pickles):
+            task.dump(pickle)
+        first = self._submit_command("").job_id
+        jobs: list[SlurmJob[Any]] = [SlurmJob(self.folder, f"{first}_{i}", [0]) for i in range(len(tasks))]
+        for job, pickle in zip(jobs, pickles):
+            job.paths.move_temporary_file(pickle, "submitted_pickle")
+        return [job.job_id for job in jobs]
+
+    def _submit_command(self, command: str) -> SlurmJob[Any]:
+        path = self._waiting / "submission.sh"
+        path.write_text(self._text)
+        try:
+            said = client.call(["sbatch", "--parsable", str(path)], submission_environment(os.environ))
+        except client.SlurmError as error:
+            if not error.said:
+                raise
+            raise LaunchError(
+                f"Slurm refused the job: {client.reason(error.said)}; change what it asks for in the profile, "
+                "or with --partition, --account, --qos, --time, cluster.nodes and cluster.gpus_per_node."
+            ) from None
+        job_id = said.strip().splitlines()[-1].split(";")[0]  # id;cluster where there are several
+        job: SlurmJob[Any] = SlurmJob(self.folder, job_id, [0])
+        job.paths.move_temporary_file(path, "submission_file")
+        return job

@@ -1,0 +1,25 @@
+#!/bin/bash
+# hpctrain VERSION, Slurm 22.05.8, profile made
+#SBATCH --job-name=tiny
+#SBATCH --nodes=1
+#SBATCH --ntasks-per-node=1
+#SBATCH --signal=USR2@120
+#SBATCH --requeue
+#SBATCH --open-mode=append
+#SBATCH --chdir=/shared/runs/tiny
+#SBATCH --output=/shared/runs/tiny/logs/slurm-%A_%a.out
+#SBATCH --array=0-11
+
+# Ranks
+export PYTHONPATH="/shared/runs/tiny/code/20260101-120000-abcdef${PYTHONPATH:+:$PYTHONPATH}"
+export SUBMITIT_EXECUTOR=slurm
+job=${SLURM_ARRAY_JOB_ID:+${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID}
+job=${job:-$SLURM_JOB_ID}
+mkdir -p "/shared/runs/tiny/logs/$job"
+srun \
+  --export=ALL \
+  --distribution=block \
+  --kill-on-bad-exit=1 \
+  --open-mode=append \
+  --output="/shared/runs/tiny/logs/$job/rank-%t.log" \
+  /opt/venv/bin/python -u -m submitit.core._submit /shared/runs/tiny/jobs/20260101-120000-abcdef/%j

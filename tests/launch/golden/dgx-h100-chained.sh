@@ -1,0 +1,39 @@
+#!/bin/bash
+# hpctrain VERSION, Slurm 22.05.8, profile dgx-h100
+#SBATCH --job-name=tiny
+#SBATCH --nodes=16
+#SBATCH --ntasks-per-node=8
+#SBATCH --cpus-per-task=28
+#SBATCH --gpus-per-node=8
+#SBATCH --mem=0
+#SBATCH --partition=gpu
+#SBATCH --account=physics
+#SBATCH --qos=high
+#SBATCH --time=1-12
+#SBATCH --exclusive
+#SBATCH --signal=USR2@120
+#SBATCH --requeue
+#SBATCH --open-mode=append
+#SBATCH --chdir=/shared/runs/tiny
+#SBATCH --output=/shared/runs/tiny/logs/slurm-%j.out
+#SBATCH --dependency=afterany:4711
+
+# Prologue generic.sh
+# Runs once, in the batch script on the first node, before the ranks. What it exports, they have.
+# module load cuda/12.4
+# export NCCL_DEBUG=WARN
+
+# Ranks
+export PYTHONPATH="/shared/runs/tiny/code/20260101-120000-abcdef${PYTHONPATH:+:$PYTHONPATH}"
+export SUBMITIT_EXECUTOR=slurm
+job=${SLURM_ARRAY_JOB_ID:+${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID}
+job=${job:-$SLURM_JOB_ID}
+mkdir -p "/shared/runs/tiny/logs/$job"
+srun \
+  --export=ALL \
+  --distribution=block \
+  --kill-on-bad-exit=1 \
+  --open-mode=append \
+  --cpus-per-task=28 \
+  --output="/shared/runs/tiny/logs/$job/rank-%t.log" \
+  /opt/venv/bin/python -u -m submitit.core._submit /shared/runs/tiny/jobs/20260101-120000-abcdef/%j

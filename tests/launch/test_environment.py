@@ -1,0 +1,39 @@
+"""What a job inherits."""
+
+from __future__ import annotations
+
+import pytest
+
+from hpctrain.launch.environment import submission_environment
+
+JOB_SCOPED = (
+    *("SLURM_JOB_ID", "SLURM_JOBID", "SLURM_JOB_GPUS", "SLURM_STEP_ID", "SLURM_STEPID", "SLURM_CPU_BIND"),
+    *("SLURM_CPUS_PER_TASK", "SLURM_CPUS_ON_NODE", "SLURM_MEM_PER_NODE", "SLURM_TRES_PER_TASK", "SLURM_NTASKS"),
+    *("SLURM_NTASKS_PER_NODE", "SRUN_DEBUG", "PMI_RANK", "PMIX_RANK", "PMI2_X", "OMPI_COMM_WORLD_RANK"),
+)
+OF_A_RANK = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "SUBMITIT_EXECUTOR", "SLURM_PROCID", "SLURM_LOCALID")
+KEPT = ("SLURM_CONF", "SLURM_CLUSTERS", "SLURM_JWT", "SBATCH_PARTITION", "SBATCH_ACCOUNT", "PATH", "PYTHONPATH", "HOME")
+OF_THE_USER = ("SLURM_HINT", "SLURM_MPI_TYPE", "SLURM_HOSTFILE", "CUDA_VISIBLE_DEVICES")
+
+
+def passed(*names: str) -> set[str]:
+    return set(submission_environment(dict.fromkeys(names, "1")))
+
+
+@pytest.mark.parametrize("name", [*JOB_SCOPED, *OF_A_RANK])
+def test_what_speaks_of_one_job_goes(name: str) -> None:
+    assert passed(name, "PATH") == {"PATH"}
+
+
+def test_how_to_reach_the_cluster_and_its_defaults_stay() -> None:
+    assert passed(*KEPT) == set(KEPT)
+    assert passed(*KEPT, "SLURM_JOB_ID") == set(KEPT)
+
+
+def test_settings_of_the_user_stay_outside_a_job_only() -> None:
+    assert passed(*OF_THE_USER) == set(OF_THE_USER)
+    assert passed(*OF_THE_USER, "SLURM_JOB_ID") == set()
+
+
+def test_names_that_only_begin_alike_stay() -> None:
+    assert passed("RANKING", "PMI", "SRUN", "SLURMISH") == {"RANKING", "SRUN", "SLURMISH"}

@@ -90,7 +90,9 @@ def _iso(seconds: float) -> str:
 
 
 def _show(summary: Summary) -> None:
-    if summary.steps_now == 0:
+    if summary.stopped:
+        print(f"stopped and saved after step {summary.steps}; the same command goes on from there")
+    elif summary.steps_now == 0:
         print(f"all {summary.steps} steps were done already; more train.steps continue this run, name=OTHER begins one")
     if summary.loss is not None:
         entropy = summary.unigram_entropy

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from hpctrain.launch.client import call
 from hpctrain.launch.rank import run_rank
 from hpctrain.launch.sbatch import WARNING_SIGNAL
+from hpctrain.launch.stop import hold_back
 
 WARNING = signal.Signals[f"SIG{WARNING_SIGNAL}"]
 """What Slurm sends before a time limit, and at preemption where the site wants it."""
@@ -16,11 +19,27 @@ WARNING = signal.Signals[f"SIG{WARNING_SIGNAL}"]
 def slurm_task(function: Callable[..., Any], args: Sequence[Any]) -> Any:
     """Call `function(*args)` as one rank.
 
+    If what it returns has `stopped` set, it was asked to stop and has saved: the job is requeued.
+
     What is pickled at submission is this, a function's name and plain settings, so it decides nothing that a rank
     has to find out when it starts, such as the checkpoint to continue from.
     """
     # submitit ignores SIGTERM, and requeues at a warning from rank 0, by a guess at what it means.
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    signal.signal(signal.SIGCONT, signal.SIG_DFL)
-    signal.signal(WARNING, signal.SIG_IGN)
-    return run_rank(function, args)
+    for number in (signal.SIGTERM, signal.SIGCONT, WARNING):
+        signal.signal(number, signal.SIG_DFL)
+    hold_back([WARNING])  # until the function listens
+    value = run_rank(function, args)
+    if getattr(value, "stopped", False) and os.environ.get("SLURM_PROCID") == "0":
+        requeue_self(os.environ)
+    return value
+
+
+def requeue_self(env: Mapping[str, str]) -> None:
+    """Put this job back into the queue; Slurm ends it for that. Everything that is to last is on the disk by now.
+
+    A job that leaves by itself when it is asked to counts as completed, so it has to do this.
+
+    Raises:
+        SlurmError: it is not a job that may be requeued.
+    """
+    call(["scontrol", "requeue", env["SLURM_JOB_ID"]])

@@ -11,6 +11,7 @@ import torch
 from hpctrain.config.schema import RunConfig
 from hpctrain.data.prefetch import Prefetch
 from hpctrain.errors import TrainError
+from hpctrain.launch.stop import StopRequest
 from hpctrain.model.batch import Batch
 from hpctrain.parallel.comm import all_reduce, gather_objects
 from hpctrain.parallel.mesh import Mesh
@@ -23,16 +24,27 @@ from hpctrain.train.schedule import learning_rate
 from hpctrain.train.session import Session
 
 
-def train(session: Session, progress: Progress, sinks: Sinks) -> float | None:
-    """Run all steps that are left, then evaluate and save.
+@dataclass(frozen=True)
+class Ending:
+    """How the loop ended.
+
+    Attributes:
+        loss: the last validation loss, nats a token; None where nothing is kept for validation or it was stopped.
+        stopped: it was asked to stop, and has saved.
+    """
+
+    loss: float | None
+    stopped: bool = False
+
+
+def train(session: Session, progress: Progress, sinks: Sinks, stop: StopRequest | None = None) -> Ending:
+    """Run all steps that are left, then evaluate and save; or save and leave at a step's end when asked to stop.
 
     Args:
         session: what this rank trains with.
         progress: where the run stands; kept up to date.
         sinks: take the records of rank 0.
-
-    Returns:
-        The last validation loss, nats a token; None where nothing is kept for validation.
+        stop: a request that may come to any rank at any time.
 
     Raises:
         TrainError: too many non-finite steps in a row.
@@ -72,11 +84,16 @@ def train(session: Session, progress: Progress, sinks: Sinks) -> float | None:
             if _due(progress.step, config.checkpoint.every):
                 saved = _save(session, progress, sinks)
                 lap.restart()
+            if stop is not None and _agreed(stop, session):
+                if saved != progress.step:
+                    _save(session, progress, sinks)
+                sinks.write(event("stop", progress.step, f"asked to by {stop.reason}"))
+                return Ending(None, stopped=True)
     if evaluated is None or not _due(progress.step, settings.eval_every):
         evaluated = evaluate(session, progress, sinks)
     if config.checkpoint.at_end and saved != progress.step:
         _save(session, progress, sinks)
-    return evaluated
+    return Ending(evaluated)
 
 
 @dataclass(frozen=True)
@@ -169,6 +186,12 @@ class _Lap:
         )
         self.restart()
         return metrics
+
+
+def _agreed(stop: StopRequest, session: Session) -> bool:
+    """Whether any rank was asked to stop. Collective."""
+    asked = torch.tensor([float(bool(stop))], device=session.mesh.device)
+    return all_reduce(asked, session.mesh.world, "max").item() > 0
 
 
 def _due(step: int, every: int) -> bool:

@@ -15,6 +15,8 @@ from hpctrain.config.schema import RunConfig
 from hpctrain.config.validate import validate
 from hpctrain.launch.bootstrap import process_group
 from hpctrain.launch.identity import ALONE, Identity, detect
+from hpctrain.launch.lives import Life, begin
+from hpctrain.launch.stop import StopRequest
 from hpctrain.telemetry.console import ConsoleView
 from hpctrain.telemetry.environment import write_environment
 from hpctrain.telemetry.metrics import event
@@ -30,6 +32,7 @@ class Summary:
         folder: of the run.
         steps: done in all.
         steps_now: of them, done in this life.
+        stopped: it was asked to stop before its last step, and has saved.
         loss: of validation, nats a token, if there was one.
         unigram_entropy: of the corpus, to compare it with.
     """
@@ -39,6 +42,7 @@ class Summary:
     steps_now: int
     loss: float | None
     unigram_entropy: float
+    stopped: bool = False
 
 
 def rank_main(settings: dict[str, Any], console: bool) -> Summary:
@@ -56,6 +60,7 @@ def rank_main(settings: dict[str, Any], console: bool) -> Summary:
     with (
         process_group(identity, folder, cluster.device, cluster.timeout_s, cluster.threads) as world,
         ExitStack() as held,
+        StopRequest().listening() as stop,
     ):
         from hpctrain.parallel.agree import everywhere
         from hpctrain.train.loop import train
@@ -73,15 +78,18 @@ def rank_main(settings: dict[str, Any], console: bool) -> Summary:
         layout = session.mesh.layout.describe()
         facts = {f"seconds_{phase}": round(seconds, 2) for phase, seconds in world.seconds.items()}
         sinks.write(event("start", before, f"{layout} on {world.device.type}, in {folder}", **facts))
+        restarts = int(os.environ.get("SLURM_RESTART_COUNT", "0"))
+        life = Life(identity.key, before)
+        everywhere(lambda: begin(folder, life, restarts) if first else None, session.mesh.world)
         try:
-            loss = train(session, progress, sinks)
+            ending = train(session, progress, sinks, stop)
         finally:
             sinks.close()
             session.engine.close()
         entropy = session.corpus.header.entropy
         if first:
             _picture(folder, entropy)
-    return Summary(folder, progress.step, progress.step - before, loss, entropy)
+    return Summary(folder, progress.step, progress.step - before, ending.loss, entropy, ending.stopped)
 
 
 def on_these_ranks(config: RunConfig, identity: Identity) -> RunConfig:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import time
 from pathlib import Path
 
@@ -16,6 +18,7 @@ from hpctrain.config.validate import validate
 from hpctrain.data.build import build
 from hpctrain.data.sources import list_sources
 from hpctrain.launch.identity import Identity
+from hpctrain.launch.stop import StopRequest
 from hpctrain.launch.zygote import RankFailure
 from hpctrain.sharding import scaler
 from hpctrain.sharding.deepspeed.engine import DeepSpeedEngine
@@ -84,7 +87,7 @@ def drive(config: RunConfig, world: int, until: int | None = None, poison: tuple
             lambda module, inputs, out: out * (float("nan") if progress.step >= poison[1] else 1.0)
         )
     try:
-        return train(session, progress, sinks)
+        return train(session, progress, sinks).loss
     except KeyboardInterrupt:
         return None
     finally:
@@ -363,3 +366,30 @@ def test_the_launcher_knows_how_many_ranks_there_are(make, world, local, nodes):
     identity = Identity(0, world, 0, local, "torchrun", "key")
     cluster = on_these_ranks(make(cluster=dict(nodes=7, gpus_per_node=3)), identity).cluster
     assert (cluster.nodes, cluster.gpus_per_node) == (nodes, local)
+
+
+def drive_until_asked(config, world, rank, step):
+    """One life in which a signal comes to one rank during a step."""
+    session = open_session(config, torch.device("cpu"), world)
+    progress, _ = resume(session)
+    sinks = open_sinks(config.run_folder, progress.step, print) if dist.get_rank() == 0 else Sinks([], print)
+    with StopRequest().listening() as stop:
+        if dist.get_rank() == rank:
+            session.engine.chunks[0].norm.register_forward_hook(
+                lambda module, inputs, out: os.kill(os.getpid(), signal.SIGUSR2) if progress.step == step else None
+            )
+        ending = train(session, progress, sinks, stop)
+    sinks.close()
+    return ending.stopped, progress.step
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+def test_a_signal_to_one_rank_saves_on_all_and_the_run_goes_on_bitwise(ranks, make, tmp_path, stage):
+    config = make(**engine_settings(stage), parallel=dict(tp=2), checkpoint=dict(every=0))
+    config.run_folder.mkdir(parents=True)
+    undisturbed = config.model_copy(update={"folder": tmp_path / "undisturbed"})
+    ranks(4, drive, undisturbed, 4)
+    assert ranks(4, drive_until_asked, config, 4, 3, 2) == [(True, 3)] * 4
+    assert list(losses(config)) == [1, 2, 3]
+    ranks(4, drive, config, 4)
+    assert losses(config) == losses(undisturbed) and evaluations(config) == evaluations(undisturbed)

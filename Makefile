@@ -10,7 +10,7 @@ CORPUS := corpora/stdlib.h5
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help install train test bench lint test-gpu clean
+.PHONY: help install train test bench lab lab-down lint test-gpu clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "make %-9s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -42,6 +42,13 @@ test: $(STAMP) ## install (Slurm too, if root), run all tests (ARGS="-k name", W
 
 bench: $(STAMP) ## measure speed beside other tools; minutes, wants a quiet machine
 	$(BIN)/python benchmarks/run.py $(ARGS)
+
+lab: $(STAMP) ## bring up the practice cluster: a private Slurm of 4 nodes (root; make lab-down ends it)
+	@.ci/slurm
+	$(BIN)/hpctrain lab up --nodes 4 --gpus 4
+
+lab-down: ## take the practice cluster down
+	$(BIN)/hpctrain lab down
 
 lint: $(STAMP) ## ruff and mypy
 	$(BIN)/ruff check .

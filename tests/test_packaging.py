@@ -83,7 +83,7 @@ def test_installed_once_is_enough(tmp_path: Path) -> None:
 
 def test_make_alone_lists_the_targets() -> None:
     assert {line.split()[1] for line in make().stdout.splitlines()} == {
-        *("help", "install", "train", "test", "bench", "lint", "test-gpu", "clean")
+        *("help", "install", "train", "test", "bench", "lab", "lab-down", "lint", "test-gpu", "clean")
     }
 
 

@@ -19,6 +19,9 @@ MENDS = {
     errno.EIO: "the disk or its server fails; use another, or ask who runs it",
     errno.ESTALE: "the file server has lost the file; try again",
     errno.EMFILE: "raise the limit on open files (ulimit -n)",
+    errno.ENAMETOOLONG: "use a shorter name or folder",
+    errno.ENOTDIR: "a part of that path is a file; use another path",
+    errno.EEXIST: "a file is in the way; move it, or use another path",
     errno.ENFILE: "the machine has too many open files; close some",
 }
 """Failures of the machine rather than of the program, and how to mend them."""

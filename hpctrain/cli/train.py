@@ -60,6 +60,7 @@ def on_this_machine(config: RunConfig) -> None:
         )  # fmt: skip
     world = config.cluster.gpus_per_node
     preflight(config, world)
+    config.run_folder.mkdir(parents=True, exist_ok=True)
     print(f"run folder {config.run_folder}", flush=True)
     view, done, began = ConsoleView(config.train.steps, sys.stdout), threading.Event(), time.time()
 

@@ -54,7 +54,7 @@ def _walk(section: type[BaseModel], prefix: str) -> Iterator[Key]:
         description = field.description or ""
         if isinstance(annotation, type) and issubclass(annotation, BaseModel):
             inner = ", ".join(annotation.model_fields)
-            text = description or (annotation.__doc__ or "").splitlines()[0]
+            text = description or (annotation.__doc__ or "").partition("\n")[0]
             allowed = f"must be a section of {inner}" + (", or null" if nullable else "")
             yield Key(path, "section", None, allowed, text, nullable)
             yield from _walk(annotation, path + ".")

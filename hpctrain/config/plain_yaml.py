@@ -12,6 +12,9 @@ from typing import Any
 
 import yaml
 
+DEEPEST = 20
+"""Levels of nesting that are read."""
+
 _SCALARS = (
     ("bool", r"true|True|TRUE|false|False|FALSE", "tTfF"),
     ("null", r"~|null|Null|NULL|", "~nN\0"),
@@ -58,6 +61,7 @@ def read(text: str) -> Any:
         ValueError: not one YAML document; the text says why and in which line.
     """
     try:
+        _check_plain(text)
         return yaml.load(text, _Loader)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
@@ -65,6 +69,20 @@ def read(text: str) -> Any:
         raise ValueError(line + (error.problem or error.context or "not YAML")) from None
     except yaml.YAMLError as error:
         raise ValueError(str(error).splitlines()[0]) from None
+
+
+def _check_plain(text: str) -> None:
+    """Refuse what a configuration has no use for: tags, anchors, aliases and very deep nesting."""
+    depth = 0
+    for event in yaml.parse(text, _Loader):
+        mark: Any = event.start_mark
+        if isinstance(event, yaml.AliasEvent) or getattr(event, "anchor", None):
+            raise yaml.MarkedYAMLError(problem="anchors (&) and aliases (*) are not used here", problem_mark=mark)
+        if getattr(event, "tag", None):
+            raise yaml.MarkedYAMLError(problem="tags (!) are not used here", problem_mark=mark)
+        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+        if depth > DEEPEST:
+            raise yaml.MarkedYAMLError(problem=f"more than {DEEPEST} levels of nesting", problem_mark=mark)
 
 
 def write(value: Any) -> str:

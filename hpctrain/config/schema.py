@@ -117,7 +117,7 @@ class ShardingConfig(Section):
     stage: Annotated[int, Field(ge=0, le=3)] = Field(
         0, description="ZeRO stage: 1 shards optimizer state, 2 also gradients, 3 also parameters."
     )
-    bucket_mib: Positive = Field(25.0, description="Size of a gradient bucket, MiB.")
+    bucket_mib: Annotated[float, Field(gt=0.0, le=65536.0)] = Field(25.0, description="Size of a gradient bucket, MiB.")
     torch_adam: bool = Field(True, description="DeepSpeed: torch's AdamW, which needs no compiled op.")
     offload: OffloadConfig = OffloadConfig()
 
@@ -184,7 +184,7 @@ class TrainConfig(Section):
     eval_batches: Natural = Field(8, description="Global batches in an evaluation; 0 does not evaluate.")
     log_every: Count = Field(10, description="Steps between lines of the log.")
     max_skipped: Count = Field(5, description="Non-finite steps in a row after which the job stops.")
-    loss_scale: Positive = Field(65536.0, description="fp16: initial loss scale.")
+    loss_scale: Annotated[float, Field(ge=1.0, le=2.0**40)] = Field(65536.0, description="fp16: initial loss scale.")
     overlap: bool = Field(True, description="Reductions run beside computation where that is exact.")
 
 

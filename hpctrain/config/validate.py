@@ -80,6 +80,12 @@ def _sharding_rules(config: RunConfig) -> None:
         _refuse(f"sharding.offload.{what}", place, "offloading is not available in this version", "use none")
 
 
+def _folder(config: RunConfig) -> None:
+    """submitit puts a job's number in the place of %j, and a rank's in that of %t."""
+    if "%" in str(config.folder):
+        _refuse("folder", str(config.folder), "the path of a run may not hold a %", "use another folder")
+
+
 def _learning_rate(config: RunConfig) -> None:
     options, steps = config.optimizer, config.train.steps
     if options.warmup_steps >= steps:
@@ -153,6 +159,7 @@ RULES: tuple[Rule, ...] = (
     _attention_shape,
     _positions,
     _sharding_rules,
+    _folder,
     _learning_rate,
     _evaluation,
     _checkpoints,

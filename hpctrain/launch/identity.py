@@ -150,6 +150,8 @@ def _torchrun(env: Mapping[str, str]) -> Identity | None:
         port = _number(env, "MASTER_PORT", "MASTER_ADDR")
         if "MASTER_ADDR" not in env:
             raise LaunchError("MASTER_PORT is set but MASTER_ADDR is not: set both, or neither.")
+        if not 0 < port < 65536:
+            raise LaunchError(f"MASTER_PORT={port} is no TCP port: set one between 1 and 65535, free on MASTER_ADDR.")
         master = Master(env["MASTER_ADDR"], port, env.get("TORCHELASTIC_USE_AGENT_STORE") == "True")
     elif world > 1:
         raise LaunchError(

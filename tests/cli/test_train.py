@@ -80,6 +80,12 @@ def test_files_that_are_no_corpus_are_one_sentence(capsys, tmp_path, corpus):
         assert str(path) in refused(capsys, "train", "gpt-tiny", f"data.corpus={path}", f"folder={tmp_path / 'runs'}")
 
 
+def test_a_run_folder_that_cannot_be_made(corpus, capsys, tmp_path):
+    (tmp_path / "file").touch()
+    for folder, said in ((tmp_path / "file", "is a file"), (tmp_path / ("x" * 300), "shorter name")):
+        assert said in refused(capsys, "train", "gpt-tiny", f"data.corpus={corpus}", f"folder={folder}", *TINY)
+
+
 def test_a_recipe_that_is_not_there(capsys):
     assert "gpt-tiny" in refused(capsys, "train", "gpt-tyni")
 

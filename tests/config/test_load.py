@@ -119,7 +119,7 @@ def test_no_near_key(recipe: Path) -> None:
         ("train:\n  steps: 1\n  steps: 2\n", "recipe", "line 3: the key 'steps' is given twice"),
         ("train:\n\tsteps: 1\n", "recipe", "line 2"),
         ("- 1\n", "recipe", "keys and values"),
-        ("parallel: &a {b: *a}\n", "parallel.b.b.b", "no such key"),
+        ("parallel: &a {b: *a}\n", "recipe", "anchors"),
     ],
 )
 def test_files_refused(tmp_path: Path, text: str, path: str, sentence: str) -> None:

@@ -50,7 +50,7 @@ def test_round_trip(value: object) -> None:
         ("a: 1\nb: [\n", "line 3", "expected"),
         ("a: 1\nb: 2\na: 3\n", "line 3", "'a' is given twice"),
         ("a: 1\n? [b]\n: 2\n", "line 2", "plain name"),
-        ("a: 1\nb: !!python/object:os.system 3\n", "line 2", "constructor"),
+        ("a: 1\nb: !!python/object:os.system 3\n", "line 2", "tags"),
         ("a: 1\nb: c: d\n", "line 2", "mapping values"),
     ],
 )
@@ -62,3 +62,19 @@ def test_what_is_wrong_and_where(text: str, line: str, reason: str) -> None:
 def test_control_characters_are_refused() -> None:
     with pytest.raises(ValueError, match="special characters"):
         plain_yaml.read("a: \x01")
+
+
+@pytest.mark.parametrize(
+    "text, said",
+    [
+        ("a: !!binary aGk=", "line 1: tags .* are not used here"),
+        ("a: !!bool 3", "tags"),
+        ("a: &x [*x]", "anchors .* are not used here"),
+        ("a: 1\nb: *a", "line 2: anchors"),
+        ("a: " + "[" * 500 + "]" * 500, "more than 20 levels"),
+        ("{a: " * 2000 + "1" + "}" * 2000, "more than 20 levels"),
+    ],
+)
+def test_what_a_configuration_has_no_use_for_is_refused(text, said):
+    with pytest.raises(ValueError, match=said):
+        plain_yaml.read(text)

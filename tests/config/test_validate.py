@@ -67,6 +67,7 @@ CASES = [
         "decay of 30 must fit in train.steps=300; use at most 20",
         "optimizer.decay_steps=20",
     ),
+    ("folder=runs/%s", 2, "folder", "may not hold a %", "folder=runs"),
     ("optimizer.decay_steps=3", 2, "optimizer.decay_steps", "only optimizer.schedule=wsd", "optimizer.schedule=wsd"),
     ("optimizer.batch_rule=sqrt", 2, "optimizer.batch_rule", "base_global_batch", "optimizer.base_global_batch=16"),
     ("optimizer.base_global_batch=8", 2, "optimizer.base_global_batch", "no effect", "optimizer.batch_rule=linear"),

@@ -162,3 +162,10 @@ def test_what_we_start_is_nobody(env):
 
 def test_threads():
     assert [threads_per_rank(*x) for x in ((0, 16, 4), (0, 2, 4), (3, 16, 4), (0, 7, 2))] == [4, 1, 3, 3]
+
+
+@pytest.mark.parametrize("port", ["0", "-1", "99999"])
+def test_a_port_that_is_none(port):
+    env = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    with pytest.raises(LaunchError, match=rf"MASTER_PORT={port} is no TCP port"):
+        detect(env)

@@ -184,7 +184,7 @@ class TrainConfig(Section):
     eval_batches: Natural = Field(8, description="Global batches in an evaluation; 0 does not evaluate.")
     log_every: Count = Field(10, description="Steps between lines of the log.")
     max_skipped: Count = Field(5, description="Non-finite steps in a row after which the job stops.")
-    loss_scale: Annotated[float, Field(ge=1.0, le=2.0**40)] = Field(65536.0, description="fp16: initial loss scale.")
+    loss_scale: Annotated[float, Field(ge=1.0, le=1e30)] = Field(65536.0, description="fp16: initial loss scale.")
     overlap: bool = Field(True, description="Reductions run beside computation where that is exact.")
 
 

@@ -6,6 +6,7 @@ What concerns one setting alone is in the schema.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 
 from hpctrain.config.schema import RunConfig
@@ -172,7 +173,8 @@ def _refuse(path: str, value: object, allowed: str, fix: str = "") -> None:
 
 
 def _divisors(n: int) -> list[int]:
-    return [d for d in range(1, n + 1) if n % d == 0]
+    small = [d for d in range(1, math.isqrt(n) + 1) if n % d == 0]
+    return sorted({*small, *(n // d for d in small)})
 
 
 def _either(values: Iterable[int]) -> str:

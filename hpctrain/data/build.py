@@ -161,6 +161,8 @@ def _whole_or_nothing(output: Path, size: int, replace_existing: bool) -> Iterat
     """A temporary path beside `output` that takes its name when the block ends well, and is gone otherwise."""
     if output.is_dir():
         raise DataError(f"Output {output} is a directory; name a file in it, for example {output / 'corpus.h5'}.")
+    if output.is_symlink() or (output.exists() and not output.is_file()):
+        raise DataError(f"Output {output} is not a regular file, and is left alone; name a file of its own.")
     if output.exists() and not replace_existing:
         raise DataError(f"Output {output} is there already; name another file, or replace it with --force.")
     partial = output.with_name(f"{_prefix(output)}{os.getpid()}.{secrets.token_hex(4)}.partial")

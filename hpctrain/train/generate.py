@@ -25,6 +25,7 @@ from hpctrain.parallel.comm import Axis, all_gather
 from hpctrain.parallel.mesh import Mesh, build_mesh
 from hpctrain.parallel.parallelize import Records, build_model
 from hpctrain.sharding.state import WEIGHT, StateReader, region
+from hpctrain.train.progress import check_model
 
 
 @dataclass(frozen=True)
@@ -62,6 +63,7 @@ def generate_main(settings: dict[str, Any], run: Path, prompt: str, sampling: Sa
         found = find(run, mesh.world)
         if found is None:
             raise CheckpointError(f"{run} holds no checkpoint: train first, or give another run folder.")
+        check_model(config, found)
         found.reader.expect({s.name: s.shape for s in parameter_specs(config.model)})
         corpus = found.extra["corpus"]
         tokenizer = tokenizer_of(corpus["tokenizer"], corpus["tokenizer_sha256"])

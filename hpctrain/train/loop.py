@@ -81,16 +81,21 @@ def train(session: Session, progress: Progress, sinks: Sinks, stop: StopRequest 
             if _due(progress.step, settings.eval_every):
                 evaluated = evaluate(session, progress, sinks)
                 lap.restart()
-            if _due(progress.step, config.checkpoint.every):
+            if _due(progress.step, config.checkpoint.every) and not skipped_in_a_row:
                 saved = _save(session, progress, sinks)
                 lap.restart()
-            if stop is not None and _agreed(stop, session):
+            if stop is not None and not skipped_in_a_row and _agreed(stop, session):
                 if saved != progress.step:
                     _save(session, progress, sinks)
                 sinks.write(event("stop", progress.step, f"asked to by {stop.reason}"))
                 return Ending(None, stopped=True)
     if evaluated is None or not _due(progress.step, settings.eval_every):
         evaluated = evaluate(session, progress, sinks)
+    if skipped_in_a_row or (evaluated is not None and not math.isfinite(evaluated)):
+        raise TrainError(
+            f"training ended at step {progress.step} with a loss or gradient that is not finite, so its last state was "
+            f"not saved: lower optimizer.lr and go on from the newest checkpoint."
+        )
     if config.checkpoint.at_end and saved != progress.step:
         _save(session, progress, sinks)
     return Ending(evaluated)

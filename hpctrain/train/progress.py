@@ -15,6 +15,9 @@ from hpctrain.layout.parameters import parameter_specs
 from hpctrain.parallel.comm import Axis, broadcast_object
 from hpctrain.train.session import Session
 
+MODEL_FREE = {"dropout", "init_std", "max_seq"}
+"""Settings of a model that may change over trained weights; shapes are checked on their own."""
+
 
 @dataclass
 class Progress:
@@ -66,6 +69,7 @@ def resume(session: Session) -> tuple[Progress, Found | None]:
     found = choose(session.config, session.mesh.world)
     if found is None:
         return Progress(), None
+    check_model(session.config, found)
     found.reader.expect({s.name: s.shape for s in parameter_specs(session.config.model)})
     _check_tokenizer(session, found)
     session.engine.load(found.reader)
@@ -104,6 +108,21 @@ def choose(config: RunConfig, world: Axis) -> Found | None:
             "train.steps", config.train.steps, f"{found.path} has done {found.step} steps already", "ask for more"
         )
     return found
+
+
+def check_model(config: RunConfig, found: Found) -> None:
+    """Refuse weights of a model that computes something else, though its shapes be the same.
+
+    Raises:
+        CheckpointError: names the first setting that differs.
+    """
+    now = config.model.model_dump(mode="json")
+    for key, old in found.extra["config"]["model"].items():
+        if key not in MODEL_FREE and key in now and now[key] != old:
+            raise CheckpointError(
+                f"{found.path} is of another model: model.{key} was {old!r} and is {now[key]!r}; set it back, or "
+                f"choose another name=..."
+            )
 
 
 def differences(session: Session, found: Found) -> Iterator[str]:

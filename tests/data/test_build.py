@@ -208,3 +208,14 @@ def test_building_and_reading_needs_no_torch():
         "sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+def test_what_is_no_regular_file_is_left_alone(tmp_path):
+    (tmp_path / "a.txt").write_bytes(b"text")
+    listing = list_sources([tmp_path / "a.txt"])
+    os.mkfifo(tmp_path / "fifo")
+    (tmp_path / "link").symlink_to(tmp_path / "elsewhere")
+    for name in ("fifo", "link"):
+        with pytest.raises(DataError, match="is not a regular file, and is left alone"):
+            build(tmp_path / name, listing, [tmp_path], replace_existing=True)
+    assert (tmp_path / "fifo").is_fifo() and (tmp_path / "link").is_symlink()

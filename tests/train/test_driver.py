@@ -156,8 +156,10 @@ def test_non_finite_steps_are_skipped_counted_and_end_the_job_naming_the_rank(ra
 
 def test_another_model_or_tokenizer_is_refused_in_words(ranks, make):
     ranks(1, drive, make(train=dict(steps=3)), 1)
-    with pytest.raises(RankFailure, match=r"CheckpointError: .* is of another model: .*mlp\.down\.weight"):
+    with pytest.raises(RankFailure, match=r"CheckpointError: .* is of another model: model\.ffn was 40 and is 48"):
         ranks(1, drive, make(model=dict(ffn=48)), 1)
+    with pytest.raises(RankFailure, match=r"model\.activation was 'swiglu' and is 'gelu'"):
+        ranks(1, drive, make(model=dict(activation="gelu")), 1)
     manifest = next(make().run_folder.glob("checkpoints/step-*/manifest.json"))
     assert json.loads(manifest.read_text())
 
@@ -393,3 +395,16 @@ def test_a_signal_to_one_rank_saves_on_all_and_the_run_goes_on_bitwise(ranks, ma
     assert list(losses(config)) == [1, 2, 3]
     ranks(4, drive, config, 4)
     assert losses(config) == losses(undisturbed) and evaluations(config) == evaluations(undisturbed)
+
+
+def test_a_state_that_is_not_finite_is_never_saved(ranks, make):
+    """Otherwise it would push out the last good checkpoint, and the run could not be mended."""
+    config = make(train=dict(max_skipped=3, precision="float32"), checkpoint=dict(every=1, keep=1))
+    with pytest.raises(RankFailure, match="TrainError"):
+        ranks(1, drive, config, 1, None, (0, 3))
+    kept = [path.name for path in (config.run_folder / "checkpoints").iterdir() if path.is_dir()]
+    assert kept == ["step-00000003"]
+    short = make(train=dict(max_skipped=9, precision="float32"), checkpoint=dict(every=1, keep=1))
+    with pytest.raises(RankFailure, match="TrainError: training ended at step 6 with a loss or gradient"):
+        ranks(1, drive, short, 1, None, (0, 3))
+    assert [path.name for path in (config.run_folder / "checkpoints").iterdir() if path.is_dir()] == kept

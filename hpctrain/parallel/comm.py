@@ -6,7 +6,6 @@ ends in an underscore. On an axis of one rank they do nothing.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -15,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hpctrain.telemetry.meter import Meter
+from hpctrain.telemetry.meter import Collective, Meter
 
 T = TypeVar("T")
 
@@ -50,22 +49,39 @@ class Axis:
         """Two ranks over gloo."""
         return self.size == 2 and self.group is not None and dist.get_backend(self.group) == "gloo"
 
+    def begin(self, operation: str, size: int | None = None) -> Collective:
+        """Take note that this rank begins a collective, and count its payload of `size` bytes if there is one."""
+        if size is not None:
+            self.meter.sent(operation, self.name, size)
+        return self.meter.began(operation, self.name, self.ranks)
+
 
 class Pending:
-    """A collective under way. `wait` returns its result; waiting twice is allowed."""
+    """A collective under way. `wait` returns its result; waiting twice is allowed.
 
-    def __init__(self, axis: Axis, operation: str, works: list[dist.Work], finish: Callable[[], Tensor]) -> None:
-        self._axis, self._operation, self._works, self._finish = axis, operation, works, finish
+    Args:
+        meter: where waiting is counted.
+        collective: which one; None where there is nothing to wait for.
+        works: of the backend.
+        finish: makes the result once they are done.
+    """
+
+    def __init__(
+        self, meter: Meter, collective: Collective | None, works: list[dist.Work], finish: Callable[[], Tensor]
+    ) -> None:
+        self._meter, self._collective, self._works, self._finish = meter, collective, works, finish
         self._result: Tensor | None = None
 
     def wait(self) -> Tensor:
-        if self._result is None:
-            start = time.perf_counter()
-            for work in self._works:
-                work.wait()
+        if self._result is None and self._collective is None:
             self._result = self._finish()
-            self._axis.meter.waited(self._operation, self._axis.name, start)
+        elif self._result is None and self._collective is not None:
+            with self._meter.waiting(self._collective):
+                for work in self._works:
+                    work.wait()
+                self._result = self._finish()
             self._works = []
+        assert self._result is not None
         return self._result
 
 
@@ -80,16 +96,16 @@ def start_all_reduce_(t: Tensor, axis: Axis, op: str = "sum") -> Pending:
     """
     assert t.is_contiguous()
     if axis.size == 1:
-        return Pending(axis, "all_reduce", [], lambda: t)
-    axis.meter.sent("all_reduce", axis.name, _nbytes(t))
+        return Pending(axis.meter, None, [], lambda: t)
+    begun = axis.begin("all_reduce", _nbytes(t))
     if axis.pairwise and _nbytes(t) <= EXCHANGE_LIMIT:
-        return _exchange(t, axis, op)
+        return _exchange(t, axis, op, begun)
     reduce_op = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}[op]
     work = dist.all_reduce(t, reduce_op, group=axis.group, async_op=True)
-    return Pending(axis, "all_reduce", [work], lambda: t)
+    return Pending(axis.meter, begun, [work], lambda: t)
 
 
-def _exchange(t: Tensor, axis: Axis, op: str) -> Pending:
+def _exchange(t: Tensor, axis: Axis, op: str, begun: Collective) -> Pending:
     """All-reduce between two ranks as one swap; a + b is b + a bit for bit, so both end equal."""
     peer = axis.ranks[1 - axis.index]
     other = torch.empty_like(t)
@@ -102,7 +118,7 @@ def _exchange(t: Tensor, axis: Axis, op: str) -> Pending:
             return t.add_(other)
         return torch.maximum(t, other, out=t)
 
-    return Pending(axis, "all_reduce", works, combine)
+    return Pending(axis.meter, begun, works, combine)
 
 
 def all_reduce_(t: Tensor, axis: Axis, op: str = "sum") -> Tensor:
@@ -122,21 +138,19 @@ def all_gather(t: Tensor, axis: Axis) -> list[Tensor]:
     if axis.size == 1:
         return [t]
     t = t.contiguous()
-    axis.meter.sent("all_gather", axis.name, _nbytes(t))
-    start = time.perf_counter()
     out = [torch.empty_like(t) for _ in axis.ranks]
-    if axis.pairwise and _nbytes(t) <= EXCHANGE_LIMIT:
-        peer = 1 - axis.index
-        out[axis.index] = t
-        swap = [
-            dist.P2POp(dist.isend, t, axis.ranks[peer], axis.group),
-            dist.P2POp(dist.irecv, out[peer], axis.ranks[peer], axis.group),
-        ]
-        for work in dist.batch_isend_irecv(swap):
-            work.wait()
-    else:
-        dist.all_gather(out, t, group=axis.group)
-    axis.meter.waited("all_gather", axis.name, start)
+    with axis.meter.waiting(axis.begin("all_gather", _nbytes(t))):
+        if axis.pairwise and _nbytes(t) <= EXCHANGE_LIMIT:
+            peer = 1 - axis.index
+            out[axis.index] = t
+            swap = [
+                dist.P2POp(dist.isend, t, axis.ranks[peer], axis.group),
+                dist.P2POp(dist.irecv, out[peer], axis.ranks[peer], axis.group),
+            ]
+            for work in dist.batch_isend_irecv(swap):
+                work.wait()
+        else:
+            dist.all_gather(out, t, group=axis.group)
     return out
 
 
@@ -145,7 +159,8 @@ def gather_objects(value: T, axis: Axis) -> list[T]:
     if axis.size == 1:
         return [value]
     out: list[Any] = [None] * axis.size
-    dist.all_gather_object(out, value, group=axis.group)
+    with axis.meter.waiting(axis.begin("gather_objects")):
+        dist.all_gather_object(out, value, group=axis.group)
     return out
 
 
@@ -154,7 +169,8 @@ def broadcast_object(value: T, axis: Axis) -> T:
     if axis.size == 1:
         return value
     box = [value]
-    dist.broadcast_object_list(box, src=axis.ranks[0], group=axis.group)
+    with axis.meter.waiting(axis.begin("broadcast_object")):
+        dist.broadcast_object_list(box, src=axis.ranks[0], group=axis.group)
     return box[0]
 
 

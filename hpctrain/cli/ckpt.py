@@ -181,7 +181,8 @@ def _text(value: object) -> str:
 
 def _layout(layout: object) -> str:
     if isinstance(layout, dict):
-        return " ".join(f"{axis}={n}" for axis, n in layout.items() if n != 1) or "1 rank"
+        usual = (1, None, "1f1b")
+        return " ".join(f"{axis}={n}" for axis, n in layout.items() if n not in usual) or "1 rank"
     return _text(layout)
 
 

@@ -93,7 +93,14 @@ class ParallelConfig(Section):
         False,
         description="Norms and residuals split over the sequence, beside tp. Not in this version.",
     )
-    pp: Count = Field(1, description="Pipeline stages. Not in this version.")
+    pp: Count = Field(1, description="Pipeline parallelism: the layers are split; ranks hand hidden states on.")
+    schedule: Literal["gpipe", "1f1b", "interleaved", "zb-h1", "zb-v"] = Field(
+        "1f1b", description="Order of a pipeline's work; interleaved and zb-v need chunks, zb-* engine none."
+    )
+    chunks: Count = Field(1, description="Virtual stages a rank of the pipeline holds.")
+    stage_layers: tuple[Natural, ...] | None = Field(
+        None, description="Layers of each of the pp x chunks virtual stages; null splits them evenly."
+    )
     cp: Count = Field(1, description="Context parallelism: the sequence is split. Not in this version.")
     ep: Count = Field(1, description="Expert parallelism. Not in this version.")
     etp: Count = Field(1, description="Tensor parallelism inside an expert: 1 or tp. Not in this version.")

@@ -7,9 +7,9 @@ ends in an underscore. On an axis of one rank they do nothing.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -51,12 +51,25 @@ class Axis:
         return self.size == 2 and self.group is not None and dist.get_backend(self.group) == "gloo"
 
 
+class Leg(NamedTuple):
+    """One end of a tensor's way between two ranks of an axis: contiguous; overwritten if it is not `send`."""
+
+    tensor: Tensor
+    peer: int
+    send: bool
+
+
 class Pending:
     """A collective under way. `wait` returns its result; waiting twice is allowed."""
 
     def __init__(self, axis: Axis, operation: str, works: list[dist.Work], finish: Callable[[], Tensor]) -> None:
         self._axis, self._operation, self._works, self._finish = axis, operation, works, finish
         self._result: Tensor | None = None
+
+    @property
+    def done(self) -> bool:
+        """Whether `wait` would return at once."""
+        return self._result is not None or all(work.is_completed() for work in self._works)
 
     def wait(self) -> Tensor:
         if self._result is None:
@@ -138,6 +151,28 @@ def all_gather(t: Tensor, axis: Axis) -> list[Tensor]:
         dist.all_gather(out, t, group=axis.group)
     axis.meter.waited("all_gather", axis.name, start)
     return out
+
+
+def start_exchange(legs: Sequence[Leg], axis: Axis) -> list[Pending]:
+    """Begin to send and receive tensors between ranks of the axis, all at once; `peer` is an index of it.
+
+    Two ranks send to each other in the order in which they receive. Returns one pending for each leg.
+    """
+    for leg in legs:
+        assert leg.tensor.is_contiguous()
+        if leg.send:
+            axis.meter.sent("send", axis.name, _nbytes(leg.tensor))
+    call = {True: dist.isend, False: dist.irecv}
+    works = dist.batch_isend_irecv(
+        [dist.P2POp(call[leg.send], leg.tensor, axis.ranks[leg.peer], axis.group) for leg in legs]
+    )
+    if len(works) < len(legs):  # NCCL has one for all
+        works = works * len(legs)
+    names = {True: "send", False: "receive"}
+    return [
+        Pending(axis, names[leg.send], [work], lambda leg=leg: leg.tensor)  # type: ignore[misc]
+        for leg, work in zip(legs, works)
+    ]
 
 
 def gather_objects(value: T, axis: Axis) -> list[T]:

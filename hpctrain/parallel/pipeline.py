@@ -8,7 +8,7 @@ gradients back; a pipeline of one rank sends nothing and goes the same way.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 
 import torch
@@ -95,6 +95,7 @@ class _Pass:
         self.losses = torch.zeros((), dtype=torch.float64, device=self.mesh.device)
         self.peak_live, self.left = 0, len(micro_batches)
         self.tickets: dict[tuple[int, int], Ticket] = {}
+        self.rests: dict[tuple[int, int], Callable[[], None]] = {}
         self.made: dict[Name, Tensor] = {}
         self.coming: dict[Name, Pending] = {}
         self.sent: list[Pending] = []
@@ -115,7 +116,7 @@ class _Pass:
             pending.wait()
         if self.tie is not None:
             self.tie.end()
-        assert not (self.tickets or self.made or self.coming), "a schedule uses everything it makes"
+        assert not (self.tickets or self.rests or self.made or self.coming), "a schedule uses everything it makes"
         return self.losses
 
     def _post(self, exchange: Exchange) -> None:
@@ -140,7 +141,14 @@ class _Pass:
         stage = self.pipeline.stages[action.stage]
         neighbour = [name for name in schedule.needs(action) if name.stage != stage.index]
         given = self._take(neighbour[0]) if neighbour else None
-        made = self._forward(action, given) if action.kind == "forward" else self._backward(action, given)
+        made: Tensor | None = None
+        if action.kind == "forward":
+            made = self._forward(action, given)
+        elif action.kind == "backward_weight":
+            with self.mesh.meter.phase("backward"):
+                self.rests.pop((action.stage, action.micro_batch))()
+        else:
+            made = self._backward(action, given)
         name = makes(action)
         if name is not None and schedule.target(name) is not None:
             assert made is not None
@@ -158,7 +166,7 @@ class _Pass:
                 hidden = hidden.requires_grad_() if hidden is not None else None
                 ticket = self.engine.forward(stage.chunk, batch, hidden, tied)
                 self.tickets[stage.index, action.micro_batch] = ticket
-                self.peak_live = max(self.peak_live, len(self.tickets))
+                self.peak_live = max(self.peak_live, len(self.tickets) + len(self.rests))
                 output = ticket.output.detach()
             else:
                 output = self.engine.evaluate(stage.chunk, batch, hidden, tied)
@@ -174,7 +182,10 @@ class _Pass:
             if self.tie is not None and self.left == 0:
                 self.tie.last_backward()
         with self.mesh.meter.phase("backward"):
-            self.engine.backward(ticket, grad)
+            if action.kind == "backward_input":
+                self.rests[stage.index, action.micro_batch] = self.engine.backward_input(ticket, grad)
+            else:
+                self.engine.backward(ticket, grad)
         if self.tie is not None and stage.last:
             self.tie.collect()
         return None if ticket.hidden is None else ticket.hidden.grad

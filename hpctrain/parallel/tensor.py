@@ -15,6 +15,7 @@ from torch.nn import functional as F
 from hpctrain.model.transformer import Embedding, FanOut, Head, present
 from hpctrain.parallel.autograd import reduce_from
 from hpctrain.parallel.comm import Axis, Pending, all_reduce_, start_all_reduce_
+from hpctrain.parallel.deferred import Deferred, Later
 
 
 def _rows(x: Tensor) -> Tensor:
@@ -37,17 +38,17 @@ class _ColumnLinear(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: Axis, replicas: tuple[Axis, ...], overlap: bool, *params: Any) -> Any:
+    def forward(
+        ctx: Any, x: Tensor, axis: Axis, replicas: tuple[Axis, ...], overlap: bool, later: Later, *params: Any
+    ) -> Any:
         weights, biases = params[: len(replicas)], params[len(replicas) :]
-        ctx.axis, ctx.replicas, ctx.overlap = axis, replicas, overlap
+        ctx.axis, ctx.replicas, ctx.overlap, ctx.later = axis, replicas, overlap, later
         ctx.save_for_backward(x, *weights)
         return tuple(F.linear(x, w, b) for w, b in zip(weights, biases))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         x, *weights = ctx.saved_tensors
-        need_weight = ctx.needs_input_grad[4 : 4 + len(weights)]
-        need_bias = ctx.needs_input_grad[4 + len(weights) :]
         pending: Pending | None = None
         if ctx.needs_input_grad[0]:
             grad_x = grads[0] @ weights[0]
@@ -56,18 +57,28 @@ class _ColumnLinear(torch.autograd.Function):
             pending = start_all_reduce_(grad_x, ctx.axis)
             if not ctx.overlap:
                 pending.wait()
-        rows = _rows(x)
-        grad_w = [_rows(g).T @ rows if need else None for g, need in zip(grads, need_weight)]
-        grad_b = [_rows(g).sum(0) if need else None for g, need in zip(grads, need_bias)]
-        shared = [_sum_wide(g, axis) for g, axis in zip((*grad_w, *grad_b), (*ctx.replicas, *ctx.replicas))]
-        return (pending.wait() if pending else None, None, None, None, *shared)
+        replicas, need_weight, need_bias = (
+            ctx.replicas,
+            ctx.later.needs[: len(weights)],
+            ctx.later.needs[len(weights) :],
+        )
+
+        def of_weights() -> list[Tensor | None]:
+            rows = _rows(x)
+            grad_w = [_rows(g).T @ rows if need else None for g, need in zip(grads, need_weight)]
+            grad_b = [_rows(g).sum(0) if need else None for g, need in zip(grads, need_bias)]
+            return [_sum_wide(g, axis) for g, axis in zip((*grad_w, *grad_b), (*replicas, *replicas))]
+
+        shared = ctx.later.gradients(of_weights)
+        return (pending.wait() if pending else None, None, None, None, None, *shared)
 
 
 class _RowLinear(torch.autograd.Function):
     """A linear whose input is sharded and whose output is summed to be replicated. Backward sends nothing."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, axis: Axis) -> Tensor:
+    def forward(ctx: Any, x: Tensor, axis: Axis, later: Later, weight: Tensor, *_: Tensor) -> Tensor:
+        ctx.later = later
         ctx.save_for_backward(x, weight)
         return all_reduce_(F.linear(x, weight), axis)
 
@@ -75,8 +86,12 @@ class _RowLinear(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> Any:
         x, weight = ctx.saved_tensors
         grad_x = grads[0] @ weight if ctx.needs_input_grad[0] else None
-        grad_w = _rows(grads[0]).T @ _rows(x) if ctx.needs_input_grad[1] else None
-        return grad_x, grad_w, None
+        needs = ctx.later.needs
+
+        def of_weights() -> list[Tensor | None]:
+            return [_rows(grads[0]).T @ _rows(x) if needs[0] else None]
+
+        return grad_x, None, None, *ctx.later.gradients(of_weights)
 
 
 def column_linear(
@@ -86,14 +101,17 @@ def column_linear(
     overlap: bool,
     weights: Sequence[Tensor],
     biases: Sequence[Tensor | None],
+    deferred: Deferred | None = None,
 ) -> tuple[Tensor, ...]:
     """in: replicated over tp; out: sharded on the last dim, one tensor a weight."""
-    return _ColumnLinear.apply(x, axis, replicas, overlap, *weights, *biases)  # type: ignore[no-any-return, no-untyped-call]
+    later = Later((*weights, *biases), deferred)
+    return _ColumnLinear.apply(x, axis, replicas, overlap, later, *later.inputs)  # type: ignore[no-any-return, no-untyped-call]
 
 
-def row_linear(x: Tensor, weight: Tensor, axis: Axis) -> Tensor:
+def row_linear(x: Tensor, weight: Tensor, axis: Axis, deferred: Deferred | None = None) -> Tensor:
     """in: sharded on the last dim; out: replicated over tp."""
-    return _RowLinear.apply(x, weight, axis)  # type: ignore[no-any-return, no-untyped-call]
+    later = Later([weight], deferred)
+    return _RowLinear.apply(x, axis, later, *later.inputs)  # type: ignore[no-any-return, no-untyped-call]
 
 
 class ColumnFanOut(FanOut):
@@ -109,11 +127,12 @@ class ColumnFanOut(FanOut):
     def __init__(self, fan: FanOut, axis: Axis, replicas: tuple[Axis, ...], overlap: bool) -> None:
         super().__init__(dict(fan.items()))
         self.axis, self.replicas, self.overlap = axis, replicas, overlap
+        self.deferred: Deferred | None = None
 
     def forward(self, x: Tensor) -> tuple[Tensor, ...]:
         linears = [linear for linear in self.values() if isinstance(linear, nn.Linear)]
         weights, biases = [linear.weight for linear in linears], [linear.bias for linear in linears]
-        return column_linear(x, self.axis, self.replicas, self.overlap, weights, biases)
+        return column_linear(x, self.axis, self.replicas, self.overlap, weights, biases, self.deferred)
 
 
 class RowLinear(nn.Module):
@@ -122,9 +141,10 @@ class RowLinear(nn.Module):
     def __init__(self, linear: nn.Linear, axis: Axis) -> None:
         super().__init__()
         self.weight, self.bias, self.axis = linear.weight, linear.bias, axis
+        self.deferred: Deferred | None = None
 
     def forward(self, x: Tensor) -> Tensor:
-        out = row_linear(x, self.weight, self.axis)
+        out = row_linear(x, self.weight, self.axis, self.deferred)
         return out if self.bias is None else out + self.bias
 
 
@@ -155,7 +175,8 @@ class ColumnHead(Head):
         nn.Module.__init__(self)
         self.register_parameter("weight", head.weight)
         self.axis, self.alone, self.overlap = axis, alone, overlap
+        self.deferred: Deferred | None = None
 
     def forward(self, x: Tensor, tied: Tensor | None) -> Tensor:
         weight = present(self.weight, tied)
-        return column_linear(x, self.axis, (self.alone,), self.overlap, [weight], [None])[0]
+        return column_linear(x, self.axis, (self.alone,), self.overlap, [weight], [None], self.deferred)[0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -33,6 +34,8 @@ class Computes(Protocol):
     def forward(self, chunk: int, batch: Batch, hidden: Tensor | None = None, tied: Tensor | None = None) -> Ticket: ...
 
     def backward(self, ticket: Ticket, grad: Tensor | None = None) -> None: ...
+
+    def backward_input(self, ticket: Ticket, grad: Tensor | None = None) -> Callable[[], None]: ...
 
     def evaluate(
         self, chunk: int, batch: Batch, hidden: Tensor | None = None, tied: Tensor | None = None

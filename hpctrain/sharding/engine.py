@@ -11,7 +11,7 @@ global batch, known before the first backward, and applied in exactly one place:
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor, nn
@@ -54,6 +54,14 @@ class Engine(ABC):
     def backward(self, ticket: Ticket, grad: Tensor | None = None) -> None:
         """Backward of one forward. `grad` is the output's gradient; None on the last stage, whose output is a
         sum of losses and is divided here by the step's valid tokens."""
+
+    def backward_input(self, ticket: Ticket, grad: Tensor | None = None) -> Callable[[], None]:
+        """As much of a backward as the stage before waits for. Returns the rest, to be called once before `step`.
+
+        Engines that take gradients in hooks of a whole backward do without; `hpctrain.config.validate` refuses
+        schedules that split for them.
+        """
+        raise AssertionError("this engine does not split backwards")
 
     @abstractmethod
     def step(self, lr: float, loss_finite: bool = True) -> StepResult:

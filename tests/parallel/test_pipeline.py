@@ -35,6 +35,15 @@ CASES = {
     "interleaved-three": ("long-tied", 1, 3, dict(pp=3, schedule="interleaved", chunks=3)),
     "interleaved-odd": ("long", 2, 6, dict(pp=3, schedule="interleaved", chunks=2)),
     "interleaved-one": ("plain", 8, 2, dict(pp=2, schedule="interleaved", chunks=2)),
+    "zb-h1": ("plain", 1, 2, dict(pp=2, schedule="zb-h1")),
+    "zb-h1-one": ("tied", 8, 3, dict(pp=3, schedule="zb-h1")),
+    "zb-h1-four": ("gpt", 1, 4, dict(pp=4, schedule="zb-h1")),
+    "zb-h1-tp-dp": ("gpt", 1, 8, dict(pp=2, tp=2, schedule="zb-h1")),
+    "zb-h1-chunks": ("tied", 2, 2, dict(pp=2, schedule="zb-h1", chunks=2)),
+    "zb-v": ("plain", 1, 2, dict(pp=2, schedule="zb-v", chunks=2)),
+    "zb-v-three": ("long-tied", 1, 3, dict(pp=3, schedule="zb-v", chunks=2)),
+    "zb-v-tp": ("gpt", 2, 4, dict(pp=2, tp=2, schedule="zb-v", chunks=2)),
+    "zb-v-dp": ("long-tied", 2, 4, dict(pp=2, schedule="zb-v", chunks=2)),
     "interleaved-tp": ("gpt", 2, 4, dict(pp=2, tp=2, schedule="interleaved", chunks=2, stage_layers=(2, 1, 2, 0))),
 }
 

@@ -7,7 +7,7 @@ accumulate and reduce gradients in float32; fp16 scales the loss.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +15,10 @@ from torch import Tensor, nn
 from hpctrain.config.schema import OptimizerConfig, RunConfig
 from hpctrain.layout.parameters import parameter_specs
 from hpctrain.layout.placement import Box, Placement
+from hpctrain.layout.schedule import ZERO_BUBBLE
 from hpctrain.model.batch import Batch
+from hpctrain.parallel.deferred import complete
+from hpctrain.parallel.linears import defer_weights
 from hpctrain.parallel.mesh import Mesh
 from hpctrain.parallel.precision import COMPUTE, master
 from hpctrain.parallel.ticket import Ticket
@@ -34,6 +37,8 @@ class PlainEngine(Engine):
     ) -> None:
         self.chunks, self.records, self.mesh = chunks, records, mesh
         precision, options = config.train.precision, config.optimizer
+        splits = config.parallel.schedule in ZERO_BUBBLE
+        self.deferred = [defer_weights(chunk, mesh.alone) for chunk in chunks] if splits else []
         named = {name: p for chunk in chunks for name, p in chunk.named_parameters()}
         self.masters = {name: p.detach().clone() for name, p in named.items()}
         for chunk in chunks:
@@ -67,13 +72,14 @@ class PlainEngine(Engine):
         return Ticket(chunk, self.chunks[chunk](batch, hidden, tied), hidden)
 
     def backward(self, ticket: Ticket, grad: Tensor | None = None) -> None:
-        if not ticket.output.requires_grad:
-            return  # nothing here or before is trained
-        if grad is None:
-            divided = ticket.output * (self.scale.value / max(self.valid_tokens, 1))
-            divided.backward()  # type: ignore[no-untyped-call]
-        else:
-            torch.autograd.backward(ticket.output, grad)
+        self._through(ticket, grad)
+        if self.deferred:
+            complete(self.deferred[ticket.chunk].take())
+
+    def backward_input(self, ticket: Ticket, grad: Tensor | None = None) -> Callable[[], None]:
+        self._through(ticket, grad)
+        left = self.deferred[ticket.chunk].take()
+        return lambda: complete(left)
 
     def step(self, lr: float, loss_finite: bool = True) -> StepResult:
         self.buckets.finish()
@@ -126,6 +132,16 @@ class PlainEngine(Engine):
 
     def close(self) -> None:
         self.buckets.close()
+
+    def _through(self, ticket: Ticket, grad: Tensor | None) -> None:
+        """Autograd's part of a backward."""
+        if not ticket.output.requires_grad:
+            return  # nothing here or before is trained
+        if grad is None:
+            divided = ticket.output * (self.scale.value / max(self.valid_tokens, 1))
+            divided.backward()  # type: ignore[no-untyped-call]
+        else:
+            torch.autograd.backward(ticket.output, grad)
 
     def _update(self, lr: float) -> None:
         for group in self.optimizer.param_groups:

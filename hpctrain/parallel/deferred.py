@@ -73,4 +73,5 @@ def complete(left: list[Work]) -> None:
     while left:
         work = left.pop()
         pairs = [(p, g) for p, g in zip(work.parameters, work.compute()) if p is not None and g is not None]
-        torch.autograd.backward([p for p, _ in pairs], [g for _, g in pairs])
+        if pairs:
+            torch.autograd.backward([p for p, _ in pairs], [g for _, g in pairs])

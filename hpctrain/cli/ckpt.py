@@ -181,7 +181,8 @@ def _text(value: object) -> str:
 
 def _layout(layout: object) -> str:
     if isinstance(layout, dict):
-        return " ".join(f"{axis}={n}" for axis, n in layout.items() if n != 1) or "1 rank"
+        wide = ["sp" if n is True else f"{axis}={n}" for axis, n in layout.items() if n is True or n > 1]
+        return " ".join(wide) or "1 rank"
     return _text(layout)
 
 

@@ -37,6 +37,7 @@ def generate(
     config = load(path, overrides)
     settings = config.model_dump(mode="json")
     settings["sharding"] |= {"engine": "none", "stage": 0}
+    settings["parallel"] |= {"sp": False}  # a way to keep less for backward; the context here has any length
     settings["cluster"] |= {"nodes": 1, "gpus_per_node": config.parallel.tp}
     validate(RunConfig.model_validate(settings), config.parallel.tp)
     how = Sampling(tokens, temperature, top_k, seed)

@@ -21,7 +21,10 @@ Ranks = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Layout:
-    """Sizes of the parallel axes and the ranks they imply."""
+    """Sizes of the parallel axes and the ranks they imply.
+
+    `sp` is no axis: it says that what tp does not split is split over the sequence, on the ranks of tp.
+    """
 
     pp: int = 1
     dp: int = 1
@@ -29,6 +32,7 @@ class Layout:
     tp: int = 1
     ep: int = 1
     etp: int = 1
+    sp: bool = False
 
     def __post_init__(self) -> None:
         for axis in (*AXES, "ep", "etp"):
@@ -60,7 +64,7 @@ class Layout:
                 f"pp x cp x tp = {parallel.pp} x {parallel.cp} x {parallel.tp} = {model} must divide the {world} ranks",
                 "change the axis, or cluster.nodes and cluster.gpus_per_node",
             )
-        return cls(parallel.pp, world // model, parallel.cp, parallel.tp, parallel.ep, parallel.etp)
+        return cls(parallel.pp, world // model, parallel.cp, parallel.tp, parallel.ep, parallel.etp, parallel.sp)
 
     @property
     def world(self) -> int:
@@ -123,6 +127,7 @@ class Layout:
     def describe(self) -> str:
         """Short text: how many ranks, and the axes that are more than one wide."""
         wide = [f"{a}={getattr(self, a)}" for a in (*AXES, "ep", "etp") if getattr(self, a) > 1]
+        wide += ["sp"] if self.sp else []
         return f"{self.world} ranks, {' '.join(wide)}" if wide else "1 rank"
 
 

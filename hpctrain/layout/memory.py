@@ -132,7 +132,7 @@ def _alternatives(config: RunConfig, layout: Layout, available: int) -> Iterator
     fixed = config.train.precision == "float64" or config.sharding.engine == "none"
     stages = [stage] if fixed else range(stage, 4)
     for tp in (t for t in tp_sizes(config.model, ranks) if t >= layout.tp):
-        resized = Layout(dp=ranks // tp, tp=tp)
+        resized = Layout(dp=ranks // tp, tp=tp, sp=layout.sp)
         held = _held(config, resized)
         for s, m in itertools.product(stages, micros):
             if config.train.global_batch % (resized.dp * m) or (s > stage and resized.dp == 1):

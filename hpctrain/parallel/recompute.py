@@ -1,0 +1,61 @@
+"""Activation checkpointing (Chen et al., arXiv 1604.06174): activations that backward computes again.
+
+Nothing random has to be saved or replayed: dropout masks are a pure function of seed, sample and place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
+
+from hpctrain.model.transformer import Layer, Transformer
+
+
+def apply_recomputation(model: Transformer, what: str) -> None:
+    """Swap the layers (`full`) or their attention (`selective`) for ones that keep only their inputs, or none."""
+    for index, layer in model.numbered_layers():
+        if what == "full":
+            model.layers[str(index)] = RecomputedLayer(layer)
+        elif what == "selective":
+            layer.attention.core = Recomputed(layer.attention.core)
+
+
+def recompute(function: Callable[..., Tensor], *inputs: Any) -> Tensor:
+    """Call a function without keeping what its backward needs; its backward calls it again first.
+
+    All of the function is run again, also what follows the last tensor that backward needs: so the modules in it
+    are entered and left alike both times, as ZeRO-3, which fetches and frees their parameters, expects.
+    """
+    with set_checkpoint_early_stop(False):
+        out: Tensor = checkpoint(function, *inputs, use_reentrant=False, preserve_rng_state=False)
+    return out
+
+
+class RecomputedLayer(Layer):
+    """`Layer` of which backward needs the input alone.
+
+    Args:
+        layer: the module replaced.
+    """
+
+    def __init__(self, layer: Layer) -> None:
+        nn.Module.__init__(self)
+        for name, part in layer.named_children():
+            self.add_module(name, part)
+
+    def forward(self, *inputs: Any) -> Tensor:
+        return recompute(super().forward, *inputs)
+
+
+class Recomputed(nn.Module):
+    """A module without parameters of which backward needs the inputs alone."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, *inputs: Any) -> Tensor:
+        return recompute(self.module, *inputs)

@@ -137,7 +137,7 @@ def start_all_gather(t: Tensor, axis: Axis, dim: int) -> Pending:
         parts = [t if i == axis.index else torch.empty_like(t) for i in range(axis.size)]
         return Pending(axis, "all_gather", _swap([t] * axis.size, parts, axis), lambda: torch.cat(parts, dim))
     stacked = t.new_empty((axis.size, *t.shape))
-    work = _gather_single(stacked, t, group=axis.group, async_op=True)
+    work = _gather_single(stacked.flatten(0, 1), t, group=axis.group, async_op=True)
     return Pending(axis, "all_gather", [work], lambda: stacked.movedim(0, dim).flatten(dim, dim + 1))
 
 
@@ -150,7 +150,7 @@ def start_reduce_scatter(t: Tensor, axis: Axis, dim: int) -> Pending:
     if not axis.direct:
         stacked = torch.stack(t.chunk(axis.size, dim))
         part = torch.empty_like(stacked[0])
-        work = _scatter_single(part, stacked, group=axis.group, async_op=True)
+        work = _scatter_single(part, stacked.flatten(0, 1), group=axis.group, async_op=True)
         return Pending(axis, "reduce_scatter", [work], lambda: part)
     outgoing = [part.contiguous() for part in t.chunk(axis.size, dim)]
     parts = [t if i == axis.index else torch.empty_like(t) for i, t in enumerate(outgoing)]

@@ -8,8 +8,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
+from torch.utils.checkpoint import checkpoint
 
 from hpctrain.model.transformer import Layer, Transformer
 
@@ -24,14 +25,32 @@ def apply_recomputation(model: Transformer, what: str) -> None:
 
 
 def recompute(function: Callable[..., Tensor], *inputs: Any) -> Tensor:
-    """Call a function without keeping what its backward needs; its backward calls it again first.
+    """Call a function without keeping what its backward needs; its backward calls it again first."""
 
-    All of the function is run again, also what follows the last tensor that backward needs: so the modules in it
-    are entered and left alike both times, as ZeRO-3, which fetches and frees their parameters, expects.
-    """
-    with set_checkpoint_early_stop(False):
-        out: Tensor = checkpoint(function, *inputs, use_reentrant=False, preserve_rng_state=False)
+    def called(*inputs: Any) -> Tensor:
+        out: Tensor = _Ahead.apply(function(*inputs))  # type: ignore[no-untyped-call]
+        return out
+
+    out: Tensor = checkpoint(called, *inputs, use_reentrant=False, preserve_rng_state=False)
     return out
+
+
+class _Ahead(torch.autograd.Function):
+    """Identity at the end of what is recomputed, which makes that happen before any backward in it begins.
+
+    Otherwise the first tensor asked for would start it, in the midst of a module's backward. ZeRO-3 has fetched
+    that module's parameters by then, and would free them when the module is left for the second time.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x.new_empty(0))
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        assert len(ctx.saved_tensors) == 1
+        return grads[0]
 
 
 class RecomputedLayer(Layer):

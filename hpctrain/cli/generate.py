@@ -39,6 +39,7 @@ def generate(
     settings = config.model_dump(mode="json")
     settings["sharding"] |= {"engine": "none", "stage": 0}
     settings["parallel"] |= {"pp": 1, "schedule": "1f1b", "chunks": 1, "stage_layers": None}
+    settings["parallel"] |= {"sp": False}  # a way to keep less for backward; the context here has any length
     settings["cluster"] |= {"nodes": 1, "gpus_per_node": config.parallel.tp}
     validate(RunConfig.model_validate(settings), config.parallel.tp)
     how = Sampling(tokens, temperature, top_k, seed)

@@ -9,13 +9,13 @@ A list places an exchange after the actions that end by its tick and before thos
 action directly, and a receive whose rank is computing at that tick stands before the action that is under way: posted
 there, the tensor arrives while the rank computes.
 
-How to run a list: go through it; at an exchange post all its transfers, in the order given, and do not wait; before an
-action wait for the receives that bring its inputs. Why this cannot deadlock, however long anything really takes: actions
-by the tick they end, with the transfers in between, are one order of everything on all ranks, and each list is a part of
-it. Whatever is first in that order among what is not done can always go on. That holds even if every send and receive
-blocks until its other end is there, even if the transfers of an exchange are posted one by one, and also if a rank's
-exchanges run one after another beside its computations, as NCCL runs them on one communicator. For the same reason a
-rank receives what another sends it in the order in which it is sent, so tags are not needed.
+How to run a list: go through it; at an exchange post all its transfers, in the order given, and do not wait; before
+an action wait for the receives that bring its inputs. Why this cannot deadlock, however long anything really takes:
+actions by the tick they end, with the transfers in between, are one order of everything on all ranks, and each list is
+a part of it. Whatever is first in that order among what is not done can always go on. That holds even if every send
+and receive blocks until its other end is there, even if the transfers of an exchange are posted one by one, and also
+if a rank's exchanges run one after another beside its computations, as NCCL runs them on one communicator. For the
+same reason a rank receives what another sends it in the order in which it is sent, so tags are not needed.
 """
 
 from __future__ import annotations

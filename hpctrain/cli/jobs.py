@@ -79,6 +79,7 @@ def logs(what: str, follow: bool, rank: int | None, folder: Path) -> None:
     own = next((run for run in (Path(what), folder / what) if (run / METRICS_FILE).exists()), None)
     if own is not None and not follow and rank is None:
         _print_records(own, lambda: True, _steps(own))  # also of a run that never was a job
+        _show_failures(own)
         return
     run, job = _one(*locate(what, folder))
     if rank is not None:
@@ -87,6 +88,17 @@ def logs(what: str, follow: bool, rank: int | None, folder: Path) -> None:
         show_records(run, job, _steps(run))
     else:
         raise LaunchError(f"{run} has no records yet: its job waits or starts; hpctrain jobs shows which.")
+
+
+def _show_failures(run: Path) -> None:
+    from hpctrain.launch.client import has_slurm
+    from hpctrain.launch.jobs import Job, states
+
+    job = Job.read(run)
+    if job is not None and has_slurm():
+        for state in states(job.ids).values():
+            if state.ended and not state.good and state.state != "FORGOTTEN":
+                _show_end(job, state)
 
 
 def _one(run: Path, job: Job) -> tuple[Path, Job]:
@@ -113,8 +125,18 @@ def show_records(run: Path, job: Job, steps: int | None) -> list[JobState]:
     watch = Watch(job.ids)
     _print_records(run, watch.ended, steps)
     for state in watch.states:
-        click.echo(str(state), err=True)
+        _show_end(job, state)
     return watch.states
+
+
+def _show_end(job: Job, state: JobState) -> None:
+    """How a job ended and, if not well, what its logs say about it."""
+    from hpctrain.launch.postmortem import reasons
+
+    click.echo(str(state), err=True)
+    if state.ended and not state.good:
+        for reason in reasons(job.logs, state.id):
+            click.echo(f"  {reason}", err=True)
 
 
 def _print_records(run: Path, stop: Callable[[], bool], steps: int | None) -> None:

@@ -135,6 +135,9 @@ class ClusterConfig(Section):
     gpus_per_node: Count = Field(1, description="Ranks on a node, without GPUs on its CPUs; a launcher knows better.")
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto takes a GPU where there is one.")
     timeout_s: Positive = Field(600.0, description="Longest wait of any collective, seconds.")
+    silence_s: Positive = Field(
+        30.0, description="Seconds without a sign of life after which a rank that others wait for counts as hung."
+    )
     threads: Natural = Field(0, description="CPU threads a rank; 0 is its CPUs over the ranks on the node.")
     profile: str = Field("generic", description="Site profile of `hpctrain submit`: a name, or a YAML file.")
 

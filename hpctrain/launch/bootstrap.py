@@ -5,8 +5,9 @@ from __future__ import annotations
 import datetime
 import os
 import socket
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,8 +17,11 @@ import psutil
 
 from hpctrain.errors import LaunchError
 from hpctrain.launch.identity import Identity, threads_per_rank
+from hpctrain.launch.process import fail_now
 from hpctrain.launch.rendezvous import meet, rendezvous_file
 from hpctrain.launch.rollcall import Arrival
+from hpctrain.launch.watchdog import FAILURE, SILENCE_S, PeerLost, Watchdog, tell_failure
+from hpctrain.telemetry.meter import Meter
 
 if TYPE_CHECKING:
     import torch
@@ -29,9 +33,12 @@ FAREWELL_S = 20.0
 ANSWER_S = 1.0
 """How long rank 0, having lost a peer, keeps the store for others that ask why."""
 
+MARGIN_S = 15.0
+"""The groups' own timeout is longer by so much than `cluster.timeout_s`, so that the watchdog, which can name the rank
+that is missing, comes first."""
 
-class PeerLost(LaunchError):
-    """A collective failed because another rank is gone: a consequence, never the cause."""
+STORE_S = 5.0
+"""How long the store may take to answer a rank that is on its way out."""
 
 
 @dataclass(frozen=True)
@@ -43,6 +50,8 @@ class World:
         device: where it computes.
         threads: CPU threads it uses.
         store: shared by all ranks of this life of the job.
+        meter: counters of this rank, which the watchdog reads too.
+        group_timeout_s: for further process groups.
         seconds: phase -> its duration: `import` from the start of the process until torch was there,
             `rendezvous` until all ranks had met, `init` until the process group stood.
     """
@@ -51,6 +60,8 @@ class World:
     device: torch.device
     threads: int
     store: Store
+    meter: Meter
+    group_timeout_s: float
     seconds: dict[str, float]
 
 
@@ -61,8 +72,11 @@ def process_group(
     device: Literal["auto", "cpu", "cuda"] = "auto",
     timeout_s: float = 600.0,
     threads: int = 0,
+    silence_s: float = SILENCE_S,
 ) -> Iterator[World]:
     """The default process group: gloo on the CPU, NCCL on GPUs. Collective.
+
+    While the body runs, the ranks watch each other (`launch/watchdog.py`): one that hangs is named and ends the job.
 
     A rank whose body raises should leave with `launch.process.exit_now`: its connections close and its peers
     see `PeerLost` at once. An ordinary exit may wait for collectives in flight, and the peers with it.
@@ -73,6 +87,7 @@ def process_group(
         device: `cluster.device`.
         timeout_s: longest wait for other ranks, here and in every collective.
         threads: `cluster.threads`.
+        silence_s: after which a rank that others wait for counts as hung.
 
     Raises:
         LaunchError: no such device, or the ranks did not find each other.
@@ -98,17 +113,24 @@ def process_group(
         store=dist.PrefixStore("groups", store),  # type: ignore[attr-defined]
         rank=identity.rank,
         world_size=identity.world,
-        timeout=datetime.timedelta(seconds=timeout_s),
+        timeout=datetime.timedelta(seconds=timeout_s + MARGIN_S),
         device_id=place if cuda else None,
     )
     clock.done("init")
+    meter = Meter()
+    dog: Watchdog | None = None
+    if identity.world > 1:
+        dog = Watchdog(store, identity.rank, identity.world, meter, timeout_s, fail_now, cuda, silence_s)
+        dog.start()
     try:
-        yield World(identity, place, count, store, clock.seconds)
+        yield World(identity, place, count, store, meter, timeout_s + MARGIN_S, clock.seconds)
     except BaseException as error:
-        lost = _report(error, store, identity)
+        lost = _report(error, store, identity, dog)
         if lost is not None:
             raise lost from error
         raise
+    if dog is not None:
+        dog.stop()
     _part(store, identity, folder, timeout_s)
 
 
@@ -157,22 +179,46 @@ def _uuid(place: torch.device) -> str:
     return str(torch.cuda.get_device_properties(place).uuid) if place.type == "cuda" else ""
 
 
-def _report(error: BaseException, store: Store, identity: Identity) -> PeerLost | None:
+def _report(error: BaseException, store: Store, identity: Identity, dog: Watchdog | None) -> PeerLost | None:
     """Tell the others why this rank leaves, or find out why one of them left."""
-    peer_gone = _is_lost_peer(error)
-    with suppress(Exception):  # the store dies with rank 0
-        if not peer_gone:
-            if store.add("failures", 1) == 1:
-                store.set("failure", f"rank {identity.rank} failed first: {type(error).__name__}: {error}")
-        elif store.check(["failure"]):
-            said = store.get("failure").decode()
-            asked = store.add("asked", 1)
-            deadline = time.monotonic() + ANSWER_S
-            while identity.rank == 0 and asked < identity.world - 1 and time.monotonic() < deadline:
-                time.sleep(0.01)  # the others find out from the store, which goes with this rank
-                asked = store.add("asked", 0)
-            return PeerLost(f"rank {identity.rank} stopped because {said}")
-    return PeerLost(f"rank {identity.rank} lost the connection to another rank: {error}") if peer_gone else None
+    if not _is_lost_peer(error):
+        own = f"rank {identity.rank} failed first: {type(error).__name__}: {error}"
+        _within(STORE_S, lambda: tell_failure(store, own))
+        return None
+    said = _within(STORE_S, lambda: _failure(store, identity))
+    if not said and dog is not None and (said := dog.lost()):
+        _within(STORE_S, lambda: tell_failure(store, said))
+    if said:
+        return PeerLost(f"rank {identity.rank} stopped because {said}")
+    return PeerLost(f"rank {identity.rank} lost the connection to another rank: {error}")
+
+
+def _failure(store: Store, identity: Identity) -> str:
+    """What failed first, if that is known; rank 0, with which the store goes, waits until all have asked."""
+    if not store.check([FAILURE]):
+        return ""
+    said = store.get(FAILURE).decode()
+    asked = store.add("asked", 1)
+    deadline = time.monotonic() + ANSWER_S
+    while identity.rank == 0 and asked < identity.world - 1 and time.monotonic() < deadline:
+        time.sleep(0.01)
+        asked = store.add("asked", 0)
+    return said
+
+
+def _within(limit_s: float, action: Callable[[], str | None]) -> str:
+    """What an action says; nothing where it fails or takes too long. The store does not answer where rank 0 is stopped,
+    and goes with rank 0."""
+    said: list[str] = []
+
+    def run() -> None:
+        with suppress(Exception):
+            said.append(action() or "")
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(limit_s)
+    return said[0] if said else ""
 
 
 def _is_lost_peer(error: BaseException) -> bool:

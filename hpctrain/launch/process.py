@@ -1,4 +1,4 @@
-"""Small facts about processes: how one ended, that it ends with its parent, that it ends at once."""
+"""Small facts about processes: how one ended, that it ends with its parent, that it ends at once and says why."""
 
 from __future__ import annotations
 
@@ -6,10 +6,19 @@ import ctypes
 import os
 import signal
 import sys
-from contextlib import suppress
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from typing import NoReturn
 
+from hpctrain.errors import HpctrainError, os_sentence
+
 _PR_SET_PDEATHSIG = 1
+
+Report = Callable[[BaseException], None]
+
+_reports: list[Report] = []
+"""Whom `fail_now` tells: like atexit, this belongs to the process."""
 
 
 def how_it_ended(code: int) -> str:
@@ -42,3 +51,33 @@ def exit_now(status: int) -> NoReturn:
         with suppress(Exception):
             stream.flush()
     os._exit(status)
+
+
+@contextmanager
+def reporting(report: Report) -> Iterator[None]:
+    """While inside, `fail_now` tells `report` about the error before the process ends."""
+    _reports.append(report)
+    try:
+        yield
+    finally:
+        _reports.remove(report)
+
+
+def fail_now(error: BaseException) -> NoReturn:
+    """Say on stderr why this process fails, tell whoever wants to know, and leave at once. From any thread."""
+    status = 1
+    if isinstance(error, SystemExit):
+        status = error.code if isinstance(error.code, int) else int(error.code is not None)
+    elif isinstance(error, KeyboardInterrupt):
+        status = 128 + signal.SIGINT
+    elif isinstance(error, HpctrainError):
+        status = error.exit_code
+        print(f"error: {error}", file=sys.stderr)
+    elif isinstance(error, OSError) and (sentence := os_sentence(error)) is not None:
+        print(f"error: {sentence}", file=sys.stderr)
+    else:
+        traceback.print_exception(error)
+    for report in _reports:
+        with suppress(Exception):
+            report(error)
+    exit_now(status)

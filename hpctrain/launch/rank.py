@@ -5,19 +5,17 @@ from __future__ import annotations
 import os
 import pickle
 import signal
-import sys
-import traceback
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import cloudpickle
 
-from hpctrain.errors import HpctrainError, os_sentence
-from hpctrain.launch.bootstrap import PeerLost
-from hpctrain.launch.process import die_with_parent, exit_now
+from hpctrain.errors import HpctrainError
+from hpctrain.launch.process import Report, die_with_parent, fail_now, reporting
+from hpctrain.launch.watchdog import PeerLost
 
 
 @dataclass(frozen=True)
@@ -50,9 +48,7 @@ class Outcome:
         return outcome
 
 
-def run_rank(
-    function: Callable[..., Any], args: Sequence[Any] = (), report: Callable[[BaseException], None] | None = None
-) -> Any:
+def run_rank(function: Callable[..., Any], args: Sequence[Any] = (), report: Report | None = None) -> Any:
     """Call `function(*args)`; when it fails, say why on stderr and end the process at once.
 
     For ranks started by us and for those started by torchrun, srun or mpirun alike. See
@@ -66,27 +62,15 @@ def run_rank(
     Returns:
         What the function returned.
     """
-    try:
-        return function(*args)
-    except BaseException as error:
-        status = 1
-        if isinstance(error, SystemExit):
-            status = error.code if isinstance(error.code, int) else int(error.code is not None)
-            if not status:
+    with ExitStack() as stack:
+        if report is not None:
+            stack.enter_context(reporting(report))
+        try:
+            return function(*args)
+        except BaseException as error:
+            if isinstance(error, SystemExit) and not error.code:
                 return None
-        elif isinstance(error, KeyboardInterrupt):
-            status = 128 + signal.SIGINT
-        elif isinstance(error, HpctrainError):
-            status = error.exit_code
-            print(f"error: {error}", file=sys.stderr)
-        elif isinstance(error, OSError) and (sentence := os_sentence(error)) is not None:
-            print(f"error: {sentence}", file=sys.stderr)
-        else:
-            traceback.print_exc()
-        with suppress(Exception):
-            if report is not None:
-                report(error)
-        exit_now(status)
+            fail_now(error)
 
 
 def local_rank(function: Callable[..., Any], args: Sequence[Any], folder: str) -> None:

@@ -11,12 +11,26 @@ from pathlib import Path
 from hpctrain import __version__
 from hpctrain.config.schema import RunConfig
 from hpctrain.errors import ConfigError
+from hpctrain.launch.limit import LEAD_VARIABLE
 from hpctrain.launch.profile import Container, Profile, Site
 
 WARNING_SIGNAL = "USR2"
 """Sent to every rank before the time limit and at preemption. NCCL may use USR1."""
 
-PASSED = ("SLURM", "PMI", "SUBMITIT", "PYTHONPATH$", "CUDA_", "NVIDIA_", "NCCL_", "GLOO_", "UCX_", "OMP_", "TORCH_")
+PASSED = (
+    "HPCTRAIN_",
+    "SLURM",
+    "PMI",
+    "SUBMITIT",
+    "PYTHONPATH$",
+    "CUDA_",
+    "NVIDIA_",
+    "NCCL_",
+    "GLOO_",
+    "UCX_",
+    "OMP_",
+    "TORCH_",
+)
 """Beginnings of the variables that enter a container which does not inherit them."""
 
 _JOB = "job=${SLURM_ARRAY_JOB_ID:+${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID}"
@@ -136,6 +150,7 @@ def _body(config: RunConfig, site: Site, folders: JobFolders, python: str) -> It
         yield from ("", f"# Prologue {site.profile.prologue}", site.prologue.rstrip("\n"))
     yield ""
     yield "# Ranks"
+    yield f"export {LEAD_VARIABLE}={site.profile.signal_lead_s}"
     if folders.code:
         yield f'export PYTHONPATH="{folders.code}${{PYTHONPATH:+:$PYTHONPATH}}"'
     yield "export SUBMITIT_EXECUTOR=slurm"

@@ -1,4 +1,4 @@
-"""Being asked to stop: a signal becomes a flag, and the ranks act on it together at a step boundary."""
+"""Being asked to stop, by a signal or a time limit: a flag, on which the ranks act together at a step boundary."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from types import FrameType
 
+from hpctrain.launch.limit import TimeLimit
+
 SIGNALS = (signal.SIGUSR2, signal.SIGTERM)
 """What Slurm sends before a time limit or at a preemption (`--signal=USR2@lead`, then TERM). USR1 is NCCL's."""
 
@@ -14,19 +16,41 @@ SIGNALS = (signal.SIGUSR2, signal.SIGTERM)
 class StopRequest:
     """Remembers that a signal came. A second one, or one during a save, changes nothing.
 
+    Args:
+        limit: of the job's time, on the rank that looks after it.
+
     Attributes:
         received: number of the first signal; None while none came.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, limit: TimeLimit | None = None) -> None:
+        self.limit = limit
         self.received: int | None = None
+        self._out_of_time = False
 
     def __bool__(self) -> bool:
-        return self.received is not None
+        return self.received is not None or self._out_of_time
+
+    def at_boundary(self) -> bool:
+        """Whether this rank wants to stop, at the end of a step."""
+        if self.limit is not None and not self:
+            self._out_of_time = self.limit.near()
+        return bool(self)
+
+    def saved(self, seconds: float) -> str:
+        """Take note of how long a save took; a sentence where Slurm's warning would come too late for another."""
+        return self.limit.saved(seconds) if self.limit else ""
+
+    def begin_step(self) -> None:
+        """A step begins, the time of which counts."""
+        if self.limit is not None:
+            self.limit.begin_step()
 
     @property
     def reason(self) -> str:
-        """The signal's name; that of a peer's if none came here."""
+        """The signal's name, or the time limit; if neither is known here, another rank has been asked."""
+        if self._out_of_time:
+            return "the time limit"
         return "a signal to another rank" if self.received is None else signal.Signals(self.received).name
 
     @contextmanager

@@ -6,7 +6,6 @@ ends in an underscore. On an axis of one rank they do nothing.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
@@ -15,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hpctrain.telemetry.meter import Meter
+from hpctrain.telemetry.meter import Collective, Meter
 
 T = TypeVar("T")
 
@@ -59,6 +58,12 @@ class Axis:
         """Two ranks over gloo."""
         return self.size == 2 and self.direct
 
+    def begin(self, operation: str, size: int | None = None) -> Collective:
+        """Take note that this rank begins a collective, and count its payload of `size` bytes if there is one."""
+        if size is not None:
+            self.meter.sent(operation, self.name, size)
+        return self.meter.began(operation, self.name, self.ranks)
+
 
 class Leg(NamedTuple):
     """One end of a tensor's way between two ranks of an axis: contiguous; overwritten if it is not `send`."""
@@ -69,10 +74,19 @@ class Leg(NamedTuple):
 
 
 class Pending:
-    """A collective under way. `wait` returns its result; waiting twice is allowed."""
+    """A collective under way. `wait` returns its result; waiting twice is allowed.
 
-    def __init__(self, axis: Axis, operation: str, works: list[dist.Work], finish: Callable[[], Tensor]) -> None:
-        self._axis, self._operation, self._works, self._finish = axis, operation, works, finish
+    Args:
+        meter: where waiting is counted.
+        collective: which one; None where there is nothing to wait for.
+        works: of the backend.
+        finish: makes the result once they are done.
+    """
+
+    def __init__(
+        self, meter: Meter, collective: Collective | None, works: list[dist.Work], finish: Callable[[], Tensor]
+    ) -> None:
+        self._meter, self._collective, self._works, self._finish = meter, collective, works, finish
         self._result: Tensor | None = None
 
     @property
@@ -81,20 +95,21 @@ class Pending:
         return self._result is not None or all(work.is_completed() for work in self._works)
 
     def wait(self) -> Tensor:
-        if self._result is None:
-            start = time.perf_counter()
-            for work in self._works:
-                work.wait()
+        if self._result is None and self._collective is None:
             self._result = self._finish()
-            if self._works:
-                self._axis.meter.waited(self._operation, self._axis.name, start)
+        elif self._result is None and self._collective is not None:
+            with self._meter.waiting(self._collective):
+                for work in self._works:
+                    work.wait()
+                self._result = self._finish()
             self._works = []
+        assert self._result is not None
         return self._result
 
 
 def ready(t: Tensor, axis: Axis) -> Pending:
     """What needs no collective, in the form of one that has ended."""
-    return Pending(axis, "nothing", [], lambda: t)
+    return Pending(axis.meter, None, [], lambda: t)
 
 
 def _nbytes(t: Tensor) -> int:
@@ -109,15 +124,15 @@ def start_all_reduce_(t: Tensor, axis: Axis, op: str = "sum") -> Pending:
     assert t.is_contiguous()
     if axis.size == 1:
         return ready(t, axis)
-    axis.meter.sent("all_reduce", axis.name, _nbytes(t))
+    begun = axis.begin("all_reduce", _nbytes(t))
     if axis.pairwise and _nbytes(t) <= EXCHANGE_LIMIT:
-        return _exchange(t, axis, op)
+        return _exchange(t, axis, op, begun)
     reduce_op = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}[op]
     work = dist.all_reduce(t, reduce_op, group=axis.group, async_op=True)
-    return Pending(axis, "all_reduce", [work], lambda: t)
+    return Pending(axis.meter, begun, [work], lambda: t)
 
 
-def _exchange(t: Tensor, axis: Axis, op: str) -> Pending:
+def _exchange(t: Tensor, axis: Axis, op: str, begun: Collective) -> Pending:
     """All-reduce between two ranks as one swap; a + b is b + a bit for bit, so both end equal."""
     other = torch.empty_like(t)
     works = _swap([t, t], [other, other], axis)
@@ -127,7 +142,7 @@ def _exchange(t: Tensor, axis: Axis, op: str) -> Pending:
             return t.add_(other)
         return torch.maximum(t, other, out=t)
 
-    return Pending(axis, "all_reduce", works, combine)
+    return Pending(axis.meter, begun, works, combine)
 
 
 def _swap(outgoing: Sequence[Tensor], incoming: Sequence[Tensor], axis: Axis) -> list[dist.Work]:
@@ -144,14 +159,13 @@ def start_all_gather(t: Tensor, axis: Axis, dim: int) -> Pending:
     """Begin to join the equally shaped tensors of all ranks of the axis along a dim, in their order."""
     if axis.size == 1:
         return ready(t, axis)
-    axis.meter.sent("all_gather", axis.name, _nbytes(t))
-    t = t.contiguous()
+    begun, t = axis.begin("all_gather", _nbytes(t)), t.contiguous()
     if axis.direct:
         parts = [t if i == axis.index else torch.empty_like(t) for i in range(axis.size)]
-        return Pending(axis, "all_gather", _swap([t] * axis.size, parts, axis), lambda: torch.cat(parts, dim))
+        return Pending(axis.meter, begun, _swap([t] * axis.size, parts, axis), lambda: torch.cat(parts, dim))
     stacked = t.new_empty((axis.size, *t.shape))
     work = _gather_single(stacked.flatten(0, 1), t, group=axis.group, async_op=True)
-    return Pending(axis, "all_gather", [work], lambda: stacked.movedim(0, dim).flatten(dim, dim + 1))
+    return Pending(axis.meter, begun, [work], lambda: stacked.movedim(0, dim).flatten(dim, dim + 1))
 
 
 def start_reduce_scatter(t: Tensor, axis: Axis, dim: int) -> Pending:
@@ -159,12 +173,12 @@ def start_reduce_scatter(t: Tensor, axis: Axis, dim: int) -> Pending:
     if axis.size == 1:
         return ready(t, axis)
     assert t.shape[dim] % axis.size == 0, (t.shape, dim, axis.size)
-    axis.meter.sent("reduce_scatter", axis.name, _nbytes(t))
+    begun = axis.begin("reduce_scatter", _nbytes(t))
     if not axis.direct:
         stacked = torch.stack(t.chunk(axis.size, dim))
         part = torch.empty_like(stacked[0])
         work = _scatter_single(part, stacked.flatten(0, 1), group=axis.group, async_op=True)
-        return Pending(axis, "reduce_scatter", [work], lambda: part)
+        return Pending(axis.meter, begun, [work], lambda: part)
     outgoing = [part.contiguous() for part in t.chunk(axis.size, dim)]
     parts = [t if i == axis.index else torch.empty_like(t) for i, t in enumerate(outgoing)]
 
@@ -174,7 +188,7 @@ def start_reduce_scatter(t: Tensor, axis: Axis, dim: int) -> Pending:
             out += part
         return out
 
-    return Pending(axis, "reduce_scatter", _swap(outgoing, parts, axis), total)
+    return Pending(axis.meter, begun, _swap(outgoing, parts, axis), total)
 
 
 def all_reduce_(t: Tensor, axis: Axis, op: str = "sum") -> Tensor:
@@ -199,20 +213,22 @@ def start_exchange(legs: Sequence[Leg], axis: Axis) -> list[Pending]:
 
     Two ranks send to each other in the order in which they receive. Returns one pending for each leg.
     """
+    call, begun = {True: dist.isend, False: dist.irecv}, []
     for leg in legs:
         assert leg.tensor.is_contiguous()
+        here, there = axis.ranks[axis.index], axis.ranks[leg.peer]
         if leg.send:
             axis.meter.sent("send", axis.name, _nbytes(leg.tensor))
-    call = {True: dist.isend, False: dist.irecv}
+        way = (here, there) if leg.send else (there, here)
+        begun.append(axis.meter.began("send" if leg.send else "receive", axis.name, way))
     works = dist.batch_isend_irecv(
         [dist.P2POp(call[leg.send], leg.tensor, axis.ranks[leg.peer], axis.group) for leg in legs]
     )
     if len(works) < len(legs):  # NCCL has one for all
         works = works * len(legs)
-    names = {True: "send", False: "receive"}
     return [
-        Pending(axis, names[leg.send], [work], lambda leg=leg: leg.tensor)  # type: ignore[misc]
-        for leg, work in zip(legs, works)
+        Pending(axis.meter, collective, [work], lambda leg=leg: leg.tensor)  # type: ignore[misc]
+        for leg, collective, work in zip(legs, begun, works)
     ]
 
 
@@ -221,7 +237,8 @@ def gather_objects(value: T, axis: Axis) -> list[T]:
     if axis.size == 1:
         return [value]
     out: list[Any] = [None] * axis.size
-    dist.all_gather_object(out, value, group=axis.group)
+    with axis.meter.waiting(axis.begin("gather_objects")):
+        dist.all_gather_object(out, value, group=axis.group)
     return out
 
 
@@ -230,7 +247,8 @@ def broadcast_object(value: T, axis: Axis) -> T:
     if axis.size == 1:
         return value
     box = [value]
-    dist.broadcast_object_list(box, src=axis.ranks[0], group=axis.group)
+    with axis.meter.waiting(axis.begin("broadcast_object")):
+        dist.broadcast_object_list(box, src=axis.ranks[0], group=axis.group)
     return box[0]
 
 

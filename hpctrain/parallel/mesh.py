@@ -59,6 +59,7 @@ def build_mesh(
     device: torch.device,
     subgroups: Iterable[tuple[Ranks, ...]] = (),
     timeout_s: float = 600.0,
+    meter: Meter | None = None,
 ) -> Mesh:
     """Make the process groups of a layout. Collective: every rank of the world calls it alike.
 
@@ -67,10 +68,11 @@ def build_mesh(
         device: where this rank computes.
         subgroups: further partitions of the world, from `layout.placement.replica_groups`.
         timeout_s: of every group.
+        meter: where traffic is counted; a new one by default.
     """
     rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     assert layout.world == size, (layout, size)
-    meter, timeout = Meter(), datetime.timedelta(seconds=timeout_s)
+    meter, timeout = meter or Meter(), datetime.timedelta(seconds=timeout_s)
     made: dict[tuple[Ranks, ...], dist.ProcessGroup | None] = {}
 
     def axis(name: str, groups: tuple[Ranks, ...]) -> Axis:

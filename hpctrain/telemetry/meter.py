@@ -18,6 +18,22 @@ class Event(NamedTuple):
     end: float
 
 
+class Collective(NamedTuple):
+    """One collective of a rank, so that two ranks can tell whether they mean the same one.
+
+    Attributes:
+        operation: for example all_reduce.
+        axis: its name.
+        ranks: those that take part.
+        number: how many there were over these ranks before it.
+    """
+
+    operation: str
+    axis: str
+    ranks: tuple[int, ...]
+    number: int
+
+
 @dataclass
 class Traffic:
     """Collectives of one kind over one axis: how many, with how many payload bytes, waited for how long."""
@@ -39,12 +55,23 @@ class Meter:
         seconds: time by phase (data, forward, backward, optimizer, ...).
         traffic: by (operation, axis name).
         events: a trace, kept only while `tracing`.
+        step: of the optimizer, that is under way; whoever runs the steps says so.
+        doing: the phase that is open.
+        blocked: the collective that the rank waits in.
+        last: the collective begun last.
+        changes: grows whenever one of the four above changes. Another thread may read them all.
     """
 
     seconds: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     traffic: dict[tuple[str, str], Traffic] = field(default_factory=lambda: defaultdict(Traffic))
     events: list[Event] = field(default_factory=list)
     tracing: bool = False
+    step: int = 0
+    doing: str = "start"
+    blocked: Collective | None = None
+    last: Collective | None = None
+    changes: int = 0
+    _numbers: dict[tuple[int, ...], int] = field(default_factory=lambda: defaultdict(int), repr=False)
     _charged: float = field(default=0.0, repr=False)
     """Seconds inside the open phase that are counted elsewhere."""
 
@@ -52,15 +79,26 @@ class Meter:
     def phase(self, name: str) -> Iterator[None]:
         """Add the time of the block to a phase."""
         outer, self._charged = self._charged, 0.0
+        before, self.doing = self.doing, name
+        self.changes += 1
         start = time.perf_counter()
         try:
             yield
         finally:
             end = time.perf_counter()
+            self.doing = before
+            self.changes += 1
             self.seconds[name] += end - start - self._charged
             self._charged = outer + end - start
             if self.tracing:
                 self.events.append(Event(name, start, end))
+
+    def began(self, operation: str, axis: str, ranks: tuple[int, ...]) -> Collective:
+        """Take note of a collective that this rank begins."""
+        self.last = Collective(operation, axis, ranks, self._numbers[ranks])
+        self._numbers[ranks] += 1
+        self.changes += 1
+        return self.last
 
     def sent(self, operation: str, axis: str, size: int) -> None:
         """Count a collective of `size` payload bytes (its input on this rank)."""
@@ -71,13 +109,23 @@ class Meter:
             now = time.perf_counter()
             self.events.append(Event(f"sent {operation}[{axis}]", now, now))
 
-    def waited(self, operation: str, axis: str, start: float) -> None:
-        """Add the time since `start` to what was waited for a collective."""
-        end = time.perf_counter()
-        self.traffic[operation, axis].seconds += end - start
-        self._charged += end - start
-        if self.tracing:
-            self.events.append(Event(f"{operation}[{axis}]", start, end))
+    @contextmanager
+    def waiting(self, collective: Collective) -> Iterator[None]:
+        """Add the time of the block to what is waited for collectives. It is blocked no more when the block raises:
+        what `last` says remains."""
+        self.blocked = collective
+        self.changes += 1
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            end = time.perf_counter()
+            self.blocked = None
+            self.changes += 1
+            self.traffic[collective.operation, collective.axis].seconds += end - start
+            self._charged += end - start
+            if self.tracing:
+                self.events.append(Event(f"{collective.operation}[{collective.axis}]", start, end))
 
     def communication(self) -> float:
         """Seconds waited for all collectives."""

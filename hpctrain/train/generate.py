@@ -59,7 +59,9 @@ def generate_main(settings: dict[str, Any], run: Path, prompt: str, sampling: Sa
     cluster = config.cluster
     with process_group(identity, run, cluster.device, cluster.timeout_s, cluster.threads) as world:
         layout = Layout.of(config.parallel, identity.world)
-        mesh = build_mesh(layout, world.device, replica_groups(config.model, layout), cluster.timeout_s)
+        mesh = build_mesh(
+            layout, world.device, replica_groups(config.model, layout), world.group_timeout_s, world.meter
+        )
         found = find(run, mesh.world)
         if found is None:
             raise CheckpointError(f"{run} holds no checkpoint: train first, or give another run folder.")

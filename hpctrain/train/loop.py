@@ -37,7 +37,7 @@ class Ending:
     stopped: bool = False
 
 
-def train(session: Session, progress: Progress, sinks: Sinks, stop: StopRequest | None = None) -> Ending:
+def train(session: Session, progress: Progress, sinks: Sinks, stop: StopRequest) -> Ending:
     """Run all steps that are left, then evaluate and save; or save and leave at a step's end when asked to stop.
 
     Args:
@@ -54,6 +54,8 @@ def train(session: Session, progress: Progress, sinks: Sinks, stop: StopRequest 
     evaluated, saved, skipped_in_a_row = None, progress.step, 0
     with Prefetch(session.training.stream(progress.samples), config.data.prefetch) as batches:
         while progress.step < settings.steps:
+            stop.begin_step()
+            meter.step = progress.step + 1
             with meter.phase("data"):
                 batch = next(batches)
             lr = learning_rate(config.optimizer, settings, progress.step)
@@ -81,12 +83,11 @@ def train(session: Session, progress: Progress, sinks: Sinks, stop: StopRequest 
             if _due(progress.step, settings.eval_every):
                 evaluated = evaluate(session, progress, sinks)
                 lap.restart()
-            if _due(progress.step, config.checkpoint.every) and not skipped_in_a_row:
-                saved = _save(session, progress, sinks)
+            asked = _agreed(stop, session)
+            if (asked or _due(progress.step, config.checkpoint.every)) and not skipped_in_a_row:
+                saved = _save(session, progress, sinks, stop)
                 lap.restart()
-            if stop is not None and not skipped_in_a_row and _agreed(stop, session):
-                if saved != progress.step:
-                    _save(session, progress, sinks)
+            if asked and not skipped_in_a_row:
                 sinks.write(event("stop", progress.step, f"asked to by {stop.reason}"))
                 return Ending(None, stopped=True)
     if evaluated is None or not _due(progress.step, settings.eval_every):
@@ -97,7 +98,7 @@ def train(session: Session, progress: Progress, sinks: Sinks, stop: StopRequest 
             f"not saved: lower optimizer.lr and go on from the newest checkpoint."
         )
     if config.checkpoint.at_end and saved != progress.step:
-        _save(session, progress, sinks)
+        _save(session, progress, sinks, stop)
     return Ending(evaluated)
 
 
@@ -138,12 +139,13 @@ def evaluate(session: Session, progress: Progress, sinks: Sinks) -> float | None
     began = time.perf_counter()
     totals = torch.zeros(2, dtype=torch.float64, device=mesh.device)
     rounds = min(settings.eval_batches, math.ceil(data.samples / settings.global_batch))
-    for i in range(rounds):
-        micro_batches = data.batch(i * settings.global_batch).split(settings.micro_batch)
-        totals[0] += session.pipeline.evaluate([micro_batch.to(mesh.device) for micro_batch in micro_batches])
-        if mesh.pp.index == mesh.pp.size - 1:
-            totals[1] += sum(micro_batch.valid_tokens for micro_batch in micro_batches)
-    loss_sum, tokens = all_reduce(totals, mesh.total).tolist()
+    with mesh.meter.phase("evaluation"):
+        for i in range(rounds):
+            micro_batches = data.batch(i * settings.global_batch).split(settings.micro_batch)
+            totals[0] += session.pipeline.evaluate([micro_batch.to(mesh.device) for micro_batch in micro_batches])
+            if mesh.pp.index == mesh.pp.size - 1:
+                totals[1] += sum(micro_batch.valid_tokens for micro_batch in micro_batches)
+        loss_sum, tokens = all_reduce(totals, mesh.total).tolist()
     loss, seconds = loss_sum / max(tokens, 1), time.perf_counter() - began
     metrics = EvalMetrics(progress.step, loss, int(tokens), seconds, session.corpus.header.entropy)
     sinks.write(metrics.record())
@@ -192,8 +194,8 @@ class _Lap:
 
 
 def _agreed(stop: StopRequest, session: Session) -> bool:
-    """Whether any rank was asked to stop. Collective."""
-    asked = torch.tensor([float(bool(stop))], device=session.mesh.device)
+    """Whether any rank is to stop, after a step. Collective."""
+    asked = torch.tensor([float(stop.at_boundary())], device=session.mesh.device)
     return all_reduce(asked, session.mesh.world, "max").item() > 0
 
 
@@ -212,8 +214,11 @@ def _reason(session: Session, loss: StepLoss, result: StepResult) -> str:
     return f"loss not finite on rank {', '.join(map(str, ranks))}"
 
 
-def _save(session: Session, progress: Progress, sinks: Sinks) -> int:
-    report = save_checkpoint(session, progress)
+def _save(session: Session, progress: Progress, sinks: Sinks, stop: StopRequest) -> int:
+    with session.mesh.meter.phase("checkpoint"):
+        report = save_checkpoint(session, progress)
     facts = dict(bytes=report.bytes, seconds=round(report.seconds, 3))
     sinks.write(event("checkpoint", progress.step, f"saved {report.path}", **facts))
+    if too_late := stop.saved(report.seconds):
+        sinks.write(event("warning", progress.step, too_late))
     return progress.step

@@ -15,6 +15,7 @@ from hpctrain.config.schema import RunConfig
 from hpctrain.config.validate import validate
 from hpctrain.launch.bootstrap import process_group
 from hpctrain.launch.identity import ALONE, Identity, detect
+from hpctrain.launch.limit import TimeLimit
 from hpctrain.launch.lives import Life, begin
 from hpctrain.launch.stop import StopRequest
 from hpctrain.telemetry.console import ConsoleView
@@ -58,16 +59,18 @@ def rank_main(settings: dict[str, Any], console: bool) -> Summary:
     cluster = config.cluster
     folder = config.run_folder
     with (
-        process_group(identity, folder, cluster.device, cluster.timeout_s, cluster.threads) as world,
+        process_group(identity, folder, cluster.device, cluster.timeout_s, cluster.threads, cluster.silence_s) as world,
         ExitStack() as held,
-        StopRequest().listening() as stop,
+        StopRequest(TimeLimit.of_job(os.environ) if identity.rank == 0 else None).listening() as stop,
     ):
         from hpctrain.parallel.agree import everywhere
         from hpctrain.train.loop import train
         from hpctrain.train.progress import differences, in_words, resume
         from hpctrain.train.session import open_session
 
-        session = open_session(config, world.device, identity.world, identity.local_world)
+        session = open_session(
+            config, world.device, identity.world, identity.local_world, world.meter, world.group_timeout_s
+        )
         first = identity.rank == 0
         everywhere(lambda: held.enter_context(hold(folder)) if first else None, session.mesh.world)
         progress, found = resume(session)

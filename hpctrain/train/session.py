@@ -22,6 +22,7 @@ from hpctrain.sharding.build import build_engine, takes_values
 from hpctrain.sharding.engine import Engine
 from hpctrain.telemetry.flops import Throughput, flops_per_token, peak_flops
 from hpctrain.telemetry.memory import available_memory
+from hpctrain.telemetry.meter import Meter
 from hpctrain.train.preflight import open_data
 
 
@@ -52,7 +53,14 @@ class Session:
     refused: tuple[Verdict, ...] = ()
 
 
-def open_session(config: RunConfig, device: torch.device, world: int, sharing: int = 1) -> Session:
+def open_session(
+    config: RunConfig,
+    device: torch.device,
+    world: int,
+    sharing: int = 1,
+    meter: Meter | None = None,
+    timeout_s: float = 600.0,
+) -> Session:
     """Put a rank's parts together. Collective: every rank of the job calls it alike.
 
     Args:
@@ -60,13 +68,15 @@ def open_session(config: RunConfig, device: torch.device, world: int, sharing: i
         device: where this rank computes.
         world: number of ranks.
         sharing: ranks on this host, which share its memory.
+        meter: counters of this rank; new ones by default.
+        timeout_s: of every process group.
 
     Raises:
         DataError: the corpus is not there, damaged, too small or of another vocabulary.
         ConfigError: the run does not fit in memory.
     """
     layout = Layout.of(config.parallel, world)
-    mesh = build_mesh(layout, device, replica_groups(config.model, layout), config.cluster.timeout_s)
+    mesh = build_mesh(layout, device, replica_groups(config.model, layout), timeout_s, meter)
     corpus, training, validation = everywhere(lambda: open_data(config), mesh.world)
     check_memory(config, layout, _memory_of_a_rank(mesh, sharing))
 

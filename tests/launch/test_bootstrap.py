@@ -13,11 +13,12 @@ import torch.distributed as dist
 
 from hpctrain.errors import ConfigError, LaunchError
 from hpctrain.launch import bootstrap
-from hpctrain.launch.bootstrap import PeerLost, process_group
+from hpctrain.launch.bootstrap import process_group
 from hpctrain.launch.identity import ALONE, Identity
 from hpctrain.launch.process import exit_now
 from hpctrain.launch.rank import run_rank
 from hpctrain.launch.rendezvous import rendezvous_file
+from hpctrain.launch.watchdog import PeerLost
 from hpctrain.launch.zygote import RankFailure
 
 

@@ -18,14 +18,19 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     return now
 
 
+def wait(meter: Meter, axis: str, clock: list[float], seconds: float) -> None:
+    with meter.waiting(meter.began("all_reduce", axis, (0, 1))):
+        clock[0] += seconds
+
+
 def test_waiting_and_nested_phases_leave_the_phase_around_them(clock: list[float]) -> None:
     meter = Meter()
     with meter.phase("backward"):
-        clock[0] += 1
-        meter.waited("all_reduce", "tp", clock[0] - 0.25)
+        clock[0] += 0.75
+        wait(meter, "tp", clock, 0.25)
         with meter.phase("optimizer"):
-            clock[0] += 4
-            meter.waited("all_reduce", "dp", clock[0] - 2)
+            clock[0] += 2
+            wait(meter, "dp", clock, 2)
         clock[0] += 8
     assert meter.seconds == {"backward": 8.75, "optimizer": 2.0}
     assert meter.communication() == 2.25
@@ -34,7 +39,7 @@ def test_waiting_and_nested_phases_leave_the_phase_around_them(clock: list[float
 
 def test_a_wait_between_phases_is_charged_to_none(clock: list[float]) -> None:
     meter = Meter()
-    meter.waited("all_reduce", "dp+cp", clock[0] - 3)
+    wait(meter, "dp+cp", clock, 3)
     with meter.phase("forward"):
         clock[0] += 1
     assert meter.seconds["forward"] == 1
@@ -51,10 +56,25 @@ def test_a_phase_that_raises_is_counted(clock: list[float]) -> None:
 
 def test_split_of_a_step(clock: list[float]) -> None:
     meter = Meter()
-    for phase, seconds, wait in (("data", 1, 0), ("forward", 4, 1), ("backward", 8, 2), ("optimizer", 3, 1)):
+    for phase, seconds, waited in (("data", 1, 0), ("forward", 4, 1), ("backward", 8, 2), ("optimizer", 3, 1)):
         with meter.phase(phase):
-            clock[0] += seconds
-            meter.waited("all_reduce", "tp", clock[0] - wait)
+            clock[0] += seconds - waited
+            wait(meter, "tp", clock, waited)
     split = StepTime.of(meter, 20, 2)
     assert split == StepTime(step=10, data=0.5, compute=4.5, communication=2, optimizer=1)
     assert StepTime.of(Meter(), 1, 1) == StepTime(1, 0, 0, 0, 0)
+
+
+def test_what_a_rank_does_can_be_read_from_outside() -> None:
+    meter = Meter()
+    first = meter.began("all_reduce", "tp", (2, 3))
+    others = [meter.began("all_gather", "tp", (2, 3)), meter.began("all_reduce", "dp", (1, 3))]
+    assert [first.number, *(c.number for c in others)] == [0, 1, 0]
+    before = meter.changes
+    with meter.phase("backward"), pytest.raises(RuntimeError), meter.waiting(first):
+        assert (meter.doing, meter.blocked) == ("backward", first)
+        raise RuntimeError
+    assert (meter.doing, meter.blocked, meter.last) == ("start", None, ("all_reduce", "dp", (1, 3), 0))
+    assert meter.changes == before + 4
+    meter.reset()
+    assert meter.began("all_reduce", "tp", (2, 3)).number == 2, "numbers go on, so that ranks can compare them"

@@ -14,7 +14,6 @@ What there is to count with our settings, over dp x cp unless said otherwise:
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -24,6 +23,7 @@ from torch import Tensor
 from hpctrain.parallel.comm import Axis
 from hpctrain.parallel.mesh import Mesh
 from hpctrain.sharding.deepspeed.patches import require_source
+from hpctrain.telemetry.meter import Collective, Meter
 
 
 class CountedBackend:
@@ -99,13 +99,10 @@ class CountedBackend:
         if axis.size == 1:
             return call(*args)
         tensors = [payload] if isinstance(payload, Tensor) else payload
-        axis.meter.sent(operation, axis.name, sum(t.numel() * t.element_size() for t in tensors))
-        start = time.perf_counter()
-        result = call(*args)
-        if result is not None:
-            return CountedWork(result, operation, axis)
-        axis.meter.waited(operation, axis.name, start)
-        return None
+        begun = axis.begin(operation, sum(t.numel() * t.element_size() for t in tensors))
+        with axis.meter.waiting(begun):
+            result = call(*args)
+        return None if result is None else CountedWork(result, begun, axis.meter)
 
     def _axis(self, group: Any) -> Axis:
         """The axis that a group's ranks are; one made up where they are none of the mesh's. None is the world."""
@@ -121,14 +118,12 @@ class CountedBackend:
 class CountedWork:
     """A collective under way, whose `wait` is counted. Everything else is the work's own."""
 
-    def __init__(self, work: Any, operation: str, axis: Axis) -> None:
-        self._work, self._operation, self._axis = work, operation, axis
+    def __init__(self, work: Any, begun: Collective, meter: Meter) -> None:
+        self._work, self._begun, self._meter = work, begun, meter
 
     def wait(self, *args: Any, **options: Any) -> Any:
-        start = time.perf_counter()
-        result = self._work.wait(*args, **options)
-        self._axis.meter.waited(self._operation, self._axis.name, start)
-        return result
+        with self._meter.waiting(self._begun):
+            return self._work.wait(*args, **options)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._work, name)

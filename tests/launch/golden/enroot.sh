@@ -13,6 +13,7 @@
 export HF_HOME=/scratch/hf
 
 # Ranks
+export HPCTRAIN_SIGNAL_LEAD_S=120
 export PYTHONPATH="/shared/runs/tiny/code/20260101-120000-abcdef${PYTHONPATH:+:$PYTHONPATH}"
 export SUBMITIT_EXECUTOR=slurm
 job=${SLURM_ARRAY_JOB_ID:+${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID}
@@ -25,4 +26,4 @@ srun \
   --open-mode=append \
   --mpi=pmix \
   --output="/shared/runs/tiny/logs/$job/rank-%t.log" \
-  bash -c 'enroot start --mount=/shared/runs/tiny:/shared/runs/tiny --mount=/shared/corpora:/shared/corpora --mount=/scratch:/scratch $(compgen -e | grep -E '"'"'^(SLURM|PMI|SUBMITIT|PYTHONPATH$|CUDA_|NVIDIA_|NCCL_|GLOO_|UCX_|OMP_|TORCH_|HF_HOME$)'"'"' | sed s/^/--env=/) /images/torch.sif python3 -u -m submitit.core._submit /shared/runs/tiny/jobs/20260101-120000-abcdef/%j'
+  bash -c 'enroot start --mount=/shared/runs/tiny:/shared/runs/tiny --mount=/shared/corpora:/shared/corpora --mount=/scratch:/scratch $(compgen -e | grep -E '"'"'^(HPCTRAIN_|SLURM|PMI|SUBMITIT|PYTHONPATH$|CUDA_|NVIDIA_|NCCL_|GLOO_|UCX_|OMP_|TORCH_|HF_HOME$)'"'"' | sed s/^/--env=/) /images/torch.sif python3 -u -m submitit.core._submit /shared/runs/tiny/jobs/20260101-120000-abcdef/%j'

@@ -1,0 +1,103 @@
+"""When Slurm will end this job, and whether what is left is enough for one more step and a save."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+
+from hpctrain.errors import LaunchError
+from hpctrain.launch.client import call
+
+LEAD_VARIABLE = "HPCTRAIN_SIGNAL_LEAD_S"
+"""Set by the batch script: seconds before the time limit at which Slurm was told to warn."""
+
+SPARE_S = 10.0
+"""Kept beyond what steps and saves took: for the end of the process and Slurm's clock."""
+
+_LEFT = re.compile(r"(?:(?:(\d+)-)?(\d+):)?(\d+):(\d+)$")
+
+
+class TimeLimit:
+    """Of one life of a job. Asked once a step, it measures the steps itself.
+
+    Args:
+        ask: seconds that are left, or None where there is no limit; an administrator may have changed it.
+        lead_s: when Slurm warns, seconds before the limit; 0 where that is not known.
+        clock: seconds.
+    """
+
+    def __init__(
+        self, ask: Callable[[], float | None], lead_s: float = 0.0, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._ask, self._clock, self.lead_s = ask, clock, lead_s
+        self._save_s, self._step_s, self._last = 0.0, 0.0, clock()
+        self._end = self._asked()
+
+    @staticmethod
+    def of_job(env: Mapping[str, str]) -> TimeLimit | None:
+        """That of the job whose environment this is; None where it is no job of Slurm's, or Slurm does not say."""
+        job = env.get("SLURM_JOB_ID")
+        if not job or "SLURM_PROCID" not in env:
+            return None
+        try:
+            return TimeLimit(lambda: seconds_left(job), float(env.get(LEAD_VARIABLE, "0")))
+        except (LaunchError, ValueError):
+            return None
+
+    @property
+    def need_s(self) -> float:
+        """What one more step, with an evaluation if there was one, and a save may take, from the longest so far."""
+        return 2 * (self._step_s + self._save_s) + SPARE_S
+
+    def saved(self, seconds: float) -> str:
+        """Take note of how long a save took.
+
+        Returns:
+            A sentence, once, where Slurm's warning comes too late for another one like it.
+        """
+        before, self._save_s = self.need_s, max(self._save_s, seconds)
+        if self._end is None or not self.lead_s or before > self.lead_s or self.need_s <= self.lead_s:
+            return ""
+        return (
+            f"a save took {seconds:.0f} s, and Slurm warns {self.lead_s:.0f} s before the time limit, which is too "
+            f"late: the run will stop by itself {self.need_s:.0f} s before it; a longer signal_lead_s in the profile "
+            "has it warned in time"
+        )
+
+    def near(self) -> bool:
+        """Whether to save and leave now. Called once a step."""
+        now = self._clock()
+        self._step_s, self._last = max(self._step_s, now - self._last), now
+        if self._end is None or self._end - now > self.need_s:
+            return False
+        with suppress(LaunchError):  # a controller that does not answer now changes nothing
+            self._end = self._asked()
+        return self._end is not None and self._end - now <= self.need_s
+
+    def begin_step(self) -> None:
+        """A step begins: what came since the last one was a save, which is counted on its own."""
+        self._last = self._clock()
+
+    def _asked(self) -> float | None:
+        left = self._ask()
+        return None if left is None else self._clock() + left
+
+
+def seconds_left(job: str) -> float | None:
+    """How long Slurm lets a job run on; None without end.
+
+    Raises:
+        LaunchError: Slurm does not answer.
+    """
+    return parse_left(call(["squeue", "--noheader", f"--jobs={job}", "--format=%L"]))
+
+
+def parse_left(text: str) -> float | None:
+    """Seconds of `[days-][hours:]minutes:seconds`; None for Slurm's words that mean no limit or no knowledge."""
+    found = _LEFT.match(text.strip())
+    if found is None:
+        return None
+    days, hours, minutes, seconds = (int(part or 0) for part in found.groups())
+    return float(((days * 24 + hours) * 60 + minutes) * 60 + seconds)

@@ -1,0 +1,47 @@
+"""What the logs of a job that failed say about why."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+TAIL_BYTES = 32768
+SHOWN = 6
+
+_LIFE = "Starting with JobEnvironment"
+"""What submitit prints as a rank begins; a requeued job goes on in the same file."""
+_CONSEQUENCE = re.compile(r"rank \d+ (stopped because|lost the connection)|CANCELLED AT|Force Terminated|Killed$")
+
+
+def reasons(logs: Path, job: str) -> list[str]:
+    """Sentences about errors in the last life of a job, each once, with where it stands; causes before consequences.
+
+    Args:
+        logs: folder of the job's output.
+        job: its id.
+    """
+    found: dict[str, str] = {}
+    for path in (*sorted((logs / job).glob("rank-*.log"), key=_rank), logs / f"slurm-{job}.out"):
+        for text in _errors(path):
+            found.setdefault(text, f"{path.stem}: {text}")
+    ordered = sorted(found, key=lambda text: bool(_CONSEQUENCE.search(text)))
+    return [found[text] for text in ordered[:SHOWN]]
+
+
+def _rank(path: Path) -> int:
+    return int(re.sub(r"\D", "", path.stem) or 0)
+
+
+def _errors(path: Path) -> Iterator[str]:
+    text = ""
+    with suppress(OSError), path.open("rb") as file:
+        file.seek(max(0, path.stat().st_size - TAIL_BYTES))
+        text = file.read().decode(errors="replace")
+    lines = text.rpartition(_LIFE)[2].splitlines()
+    for line in lines:
+        if line.startswith(("error: ", "srun: error: ", "slurmstepd: error: ")):
+            yield line.partition("error: ")[2].strip()
+    if lines and re.match(r"\w+(\.\w+)*(Error|Exception)\b", lines[-1]):
+        yield lines[-1]  # of a traceback

@@ -1,0 +1,106 @@
+"""The time that Slurm leaves a job, and when to stop for it."""
+
+from __future__ import annotations
+
+import pytest
+
+from hpctrain.errors import LaunchError
+from hpctrain.launch import limit
+from hpctrain.launch.limit import TimeLimit, parse_left
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [
+        ("0:45\n", 45),
+        ("12:34", 754),
+        ("1:02:03", 3723),
+        ("2-00:00:01", 172801),
+        ("UNLIMITED\n", None),
+        ("NOT_SET", None),
+        ("INVALID", None),
+        ("", None),
+    ],
+)
+def test_time_left_as_squeue_writes_it(text: str, seconds: float | None) -> None:
+    assert parse_left(text) == seconds
+
+
+class Job:
+    """A job that ends at `end` on a clock that is moved by hand."""
+
+    def __init__(self, end: float | None) -> None:
+        self.now, self.end, self.asked = 0.0, end, 0
+
+    def left(self) -> float | None:
+        self.asked += 1
+        return None if self.end is None else self.end - self.now
+
+    def limit(self, lead_s: float = 0.0) -> TimeLimit:
+        return TimeLimit(self.left, lead_s, lambda: self.now)
+
+    def step(self, time: TimeLimit, seconds: float) -> bool:
+        time.begin_step()
+        self.now += seconds
+        return time.near()
+
+
+def test_it_is_near_when_another_step_and_save_might_not_fit() -> None:
+    job = Job(100.0)
+    time = job.limit()
+    assert not job.step(time, 3.0) and job.asked == 1
+    assert time.saved(7.0) == ""
+    assert time.need_s == 2 * (3 + 7) + 10
+    job.now += 50  # a save: no step
+    assert not job.step(time, 2.0), "47 s are left"
+    job.now += 13
+    assert not job.step(time, 1.0) and job.asked == 1, "31 s are left, and 30 would not do"
+    assert job.step(time, 1.0) and job.asked == 2
+
+
+def test_an_extended_limit_is_believed() -> None:
+    job = Job(50.0)
+    time = job.limit()
+    job.now, job.end = 45.0, 500.0
+    assert not job.step(time, 1.0) and job.asked == 2
+    job.end = None
+    job.now = 495.0
+    assert not job.step(time, 1.0) and job.asked == 3
+    job.now = 1e9
+    assert not job.step(time, 1.0) and job.asked == 3, "a job without end is not asked about"
+
+
+def test_a_warning_that_comes_too_late_is_said_once() -> None:
+    time = Job(1000.0).limit(lead_s=60.0)
+    assert time.saved(20.0) == ""
+    assert "a save took 40 s, and Slurm warns 60 s before" in time.saved(40.0)
+    assert "will stop by itself 90 s before it" not in time.saved(41.0)
+    assert Job(None).limit(lead_s=1.0).saved(40.0) == "", "without a limit there is nothing to be late for"
+    assert Job(10.0).limit().saved(40.0) == "", "nor where the lead is not known"
+
+
+def test_only_a_rank_of_slurm_has_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def call(command: list[str]) -> str:
+        asked.append(command)
+        return "1:30\n"
+
+    monkeypatch.setattr(limit, "call", call)
+    assert TimeLimit.of_job({}) is None and TimeLimit.of_job({"SLURM_JOB_ID": "7"}) is None and asked == []
+    found = TimeLimit.of_job({"SLURM_JOB_ID": "7", "SLURM_PROCID": "0", "HPCTRAIN_SIGNAL_LEAD_S": "60"})
+    assert found is not None and found.lead_s == 60.0
+    assert asked == [["squeue", "--noheader", "--jobs=7", "--format=%L"]]
+
+
+def test_a_controller_that_is_silent_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(command: list[str]) -> str:
+        raise LaunchError("no answer")
+
+    job = Job(20.0)
+    time = job.limit()
+    time._ask = lambda: refuse([])
+    job.now = 15.0
+    assert job.step(time, 1.0), "what was known before still holds"
+    monkeypatch.setattr(limit, "call", refuse)
+    assert TimeLimit.of_job({"SLURM_JOB_ID": "7", "SLURM_PROCID": "0"}) is None

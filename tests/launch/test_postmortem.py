@@ -1,0 +1,34 @@
+"""What logs say about a failure: causes first, the last life only, each sentence once."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from hpctrain.launch.postmortem import SHOWN, reasons
+
+START = "submitit INFO (2026-01-01 00:00:00,000) - Starting with JobEnvironment(job_id=7)\n"
+
+
+def test_causes_come_before_consequences_and_earlier_lives_are_left_out(tmp_path: Path) -> None:
+    folder = tmp_path / "7"
+    folder.mkdir()
+    (folder / "rank-0.log").write_text(START + "error: rank 0 stopped because rank 10 hangs\n")
+    (folder / "rank-10.log").write_text(START + "error: of an earlier life\n" + START + "all is well\n")
+    (folder / "rank-2.log").write_text(START + "error: rank 10 hangs: the job ends here\n")
+    (folder / "rank-3.log").write_text(START + "error: rank 10 hangs: the job ends here\n")
+    (folder / "rank-4.log").write_text(START + "Traceback (most recent call last):\n  ...\nValueError: 3 is odd\n")
+    (tmp_path / "slurm-7.out").write_text("srun: error: n1: task 10: Killed\nsrun: launching\n")
+    assert reasons(tmp_path, "7") == [
+        "rank-2: rank 10 hangs: the job ends here",
+        "rank-4: ValueError: 3 is odd",
+        "rank-0: rank 0 stopped because rank 10 hangs",
+        "slurm-7: n1: task 10: Killed",
+    ]
+    assert reasons(tmp_path, "8") == []
+
+
+def test_a_thousand_reasons_are_not_shown(tmp_path: Path) -> None:
+    (tmp_path / "7").mkdir()
+    for rank in range(20):
+        (tmp_path / "7" / f"rank-{rank}.log").write_text(f"error: number {rank}\n")
+    assert reasons(tmp_path, "7") == [f"rank-{r}: number {r}" for r in range(SHOWN)]

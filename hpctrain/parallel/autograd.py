@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hpctrain.parallel.comm import Axis, all_reduce_, start_all_gather, start_reduce_scatter
+from hpctrain.parallel.comm import Axis, all_gather, all_reduce_, start_reduce_scatter
 
 
 class _ReduceFrom(torch.autograd.Function):
@@ -35,11 +35,12 @@ class _ReduceScatterFrom(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, axis: Axis, dim: int) -> Tensor:
         ctx.axis, ctx.dim = axis, dim
-        return start_reduce_scatter(x, axis, dim).wait()
+        parts = x.chunk(axis.size, dim)
+        return start_reduce_scatter(lambda i: parts[i].contiguous(), axis).wait()
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        return start_all_gather(grads[0], ctx.axis, ctx.dim).wait(), None, None
+        return torch.cat(all_gather(grads[0], ctx.axis), ctx.dim), None, None
 
 
 def reduce_scatter_from(x: Tensor, axis: Axis, dim: int) -> Tensor:
@@ -55,7 +56,7 @@ class _OwnPart(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        return start_all_gather(grads[0], ctx.axis, ctx.dim).wait(), None, None
+        return torch.cat(all_gather(grads[0], ctx.axis), ctx.dim), None, None
 
 
 def own_part(x: Tensor, axis: Axis, dim: int) -> Tensor:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -49,6 +49,11 @@ class Axis:
         return len(self.ranks)
 
     @property
+    def others(self) -> list[int]:
+        """Positions of the other ranks."""
+        return [i for i in range(self.size) if i != self.index]
+
+    @property
     def direct(self) -> bool:
         """Gathers and scatters are sent rank to rank: over gloo, where that beats its collectives at every size."""
         return self.group is not None and dist.get_backend(self.group) == "gloo"
@@ -73,7 +78,7 @@ class Leg(NamedTuple):
     send: bool
 
 
-class Pending:
+class Pending(Generic[T]):
     """A collective under way. `wait` returns its result; waiting twice is allowed.
 
     Args:
@@ -84,17 +89,17 @@ class Pending:
     """
 
     def __init__(
-        self, meter: Meter, collective: Collective | None, works: list[dist.Work], finish: Callable[[], Tensor]
+        self, meter: Meter, collective: Collective | None, works: list[dist.Work], finish: Callable[[], T]
     ) -> None:
         self._meter, self._collective, self._works, self._finish = meter, collective, works, finish
-        self._result: Tensor | None = None
+        self._result: T | None = None
 
     @property
     def done(self) -> bool:
         """Whether `wait` would return at once."""
         return self._result is not None or all(work.is_completed() for work in self._works)
 
-    def wait(self) -> Tensor:
+    def wait(self) -> T:
         if self._result is None and self._collective is None:
             self._result = self._finish()
         elif self._result is None and self._collective is not None:
@@ -107,16 +112,16 @@ class Pending:
         return self._result
 
 
-def ready(t: Tensor, axis: Axis) -> Pending:
+def ready(result: T, axis: Axis) -> Pending[T]:
     """What needs no collective, in the form of one that has ended."""
-    return Pending(axis.meter, None, [], lambda: t)
+    return Pending(axis.meter, None, [], lambda: result)
 
 
 def _nbytes(t: Tensor) -> int:
     return t.numel() * t.element_size()
 
 
-def start_all_reduce_(t: Tensor, axis: Axis, op: str = "sum") -> Pending:
+def start_all_reduce_(t: Tensor, axis: Axis, op: str = "sum") -> Pending[Tensor]:
     """Begin to sum (or take the maximum of) `t` over the axis, in place. `t` must be contiguous.
 
     Every rank ends with the same bits: reductions do not depend on who asks.
@@ -132,10 +137,10 @@ def start_all_reduce_(t: Tensor, axis: Axis, op: str = "sum") -> Pending:
     return Pending(axis.meter, begun, [work], lambda: t)
 
 
-def _exchange(t: Tensor, axis: Axis, op: str, begun: Collective) -> Pending:
+def _exchange(t: Tensor, axis: Axis, op: str, begun: Collective) -> Pending[Tensor]:
     """All-reduce between two ranks as one swap; a + b is b + a bit for bit, so both end equal."""
     other = torch.empty_like(t)
-    works = _swap([t, t], [other, other], axis)
+    works = _trade(t, other, 1 - axis.index, axis)
 
     def combine() -> Tensor:
         if op == "sum":
@@ -145,50 +150,59 @@ def _exchange(t: Tensor, axis: Axis, op: str, begun: Collective) -> Pending:
     return Pending(axis.meter, begun, works, combine)
 
 
-def _swap(outgoing: Sequence[Tensor], incoming: Sequence[Tensor], axis: Axis) -> list[dist.Work]:
-    """Send every other rank of the axis its tensor and receive one from it. All contiguous."""
-    swaps = []
-    for i, peer in enumerate(axis.ranks):
-        if i != axis.index:
-            swaps.append(dist.P2POp(dist.isend, outgoing[i], peer, axis.group))
-            swaps.append(dist.P2POp(dist.irecv, incoming[i], peer, axis.group))
-    return dist.batch_isend_irecv(swaps)
+def _trade(t: Tensor, into: Tensor, i: int, axis: Axis) -> list[dist.Work]:
+    """Send a tensor to rank i of the axis and receive another from it. Both contiguous."""
+    peer, group = axis.ranks[i], axis.group
+    return dist.batch_isend_irecv([dist.P2POp(dist.isend, t, peer, group), dist.P2POp(dist.irecv, into, peer, group)])
 
 
-def start_all_gather(t: Tensor, axis: Axis, dim: int) -> Pending:
-    """Begin to join the equally shaped tensors of all ranks of the axis along a dim, in their order."""
+def start_all_gather(t: Tensor, axis: Axis) -> Pending[list[Tensor]]:
+    """Begin to collect the equally shaped tensors of all ranks of the axis, in their order; each contiguous."""
+    t = t.contiguous()
     if axis.size == 1:
-        return ready(t, axis)
-    begun, t = axis.begin("all_gather", _nbytes(t)), t.contiguous()
+        return ready([t], axis)
+    begun = axis.begin("all_gather", _nbytes(t))
     if axis.direct:
         parts = [t if i == axis.index else torch.empty_like(t) for i in range(axis.size)]
-        return Pending(axis.meter, begun, _swap([t] * axis.size, parts, axis), lambda: torch.cat(parts, dim))
+        works = [work for i in axis.others for work in _trade(t, parts[i], i, axis)]
+        return Pending(axis.meter, begun, works, lambda: parts)
     stacked = t.new_empty((axis.size, *t.shape))
-    work = _gather_single(stacked.flatten(0, 1), t, group=axis.group, async_op=True)
-    return Pending(axis.meter, begun, [work], lambda: stacked.movedim(0, dim).flatten(dim, dim + 1))
+    work = _gather_single(stacked.view(-1), t.view(-1), group=axis.group, async_op=True)
+    return Pending(axis.meter, begun, [work], lambda: list(stacked.unbind()))
 
 
-def start_reduce_scatter(t: Tensor, axis: Axis, dim: int) -> Pending:
-    """Begin to sum `t` over the axis and to keep this rank's part of the sum: one of equal parts along a dim."""
+def start_reduce_scatter(part: Callable[[int], Tensor], axis: Axis) -> Pending[Tensor]:
+    """Begin to sum tensors over the axis of which each rank keeps one.
+
+    Args:
+        part: gives what this rank adds to the tensor of rank i of the axis; all equally shaped and contiguous. Where
+            ranks send to each other, one is computed while those before it travel, and the rank's own last.
+    """
     if axis.size == 1:
-        return ready(t, axis)
-    assert t.shape[dim] % axis.size == 0, (t.shape, dim, axis.size)
-    begun = axis.begin("reduce_scatter", _nbytes(t))
+        return ready(part(0), axis)
     if not axis.direct:
-        stacked = torch.stack(t.chunk(axis.size, dim))
-        part = torch.empty_like(stacked[0])
-        work = _scatter_single(part, stacked.flatten(0, 1), group=axis.group, async_op=True)
-        return Pending(axis.meter, begun, [work], lambda: part)
-    outgoing = [part.contiguous() for part in t.chunk(axis.size, dim)]
-    parts = [t if i == axis.index else torch.empty_like(t) for i, t in enumerate(outgoing)]
+        stacked = torch.stack([part(i) for i in range(axis.size)])
+        begun = axis.begin("reduce_scatter", _nbytes(stacked))
+        own = torch.empty_like(stacked[0])
+        work = _scatter_single(own.view(-1), stacked.view(-1), group=axis.group, async_op=True)
+        return Pending(axis.meter, begun, [work], lambda: own)
+    begun = axis.begin("reduce_scatter")
+    works: list[dist.Work] = []
+    parts: dict[int, Tensor] = {}
+    for i in axis.others:
+        outgoing = part(i)
+        parts[i] = torch.empty_like(outgoing)
+        works += _trade(outgoing, parts[i], i, axis)
+    parts[axis.index] = part(axis.index)
+    axis.meter.sent("reduce_scatter", axis.name, axis.size * _nbytes(parts[axis.index]))
 
     def total() -> Tensor:
         out = parts[0] + parts[1]
-        for part in parts[2:]:
-            out += part
+        for i in range(2, axis.size):
+            out += parts[i]
         return out
 
-    return Pending(axis.meter, begun, _swap(outgoing, parts, axis), total)
+    return Pending(axis.meter, begun, works, total)
 
 
 def all_reduce_(t: Tensor, axis: Axis, op: str = "sum") -> Tensor:
@@ -205,10 +219,10 @@ def all_reduce(t: Tensor, axis: Axis, op: str = "sum") -> Tensor:
 
 def all_gather(t: Tensor, axis: Axis) -> list[Tensor]:
     """The equally shaped tensors of all ranks of the axis, in their order."""
-    return list(start_all_gather(t[None], axis, 0).wait().unbind())
+    return start_all_gather(t, axis).wait()
 
 
-def start_exchange(legs: Sequence[Leg], axis: Axis) -> list[Pending]:
+def start_exchange(legs: Sequence[Leg], axis: Axis) -> list[Pending[Tensor]]:
     """Begin to send and receive tensors between ranks of the axis, all at once; `peer` is an index of it.
 
     Two ranks send to each other in the order in which they receive. Returns one pending for each leg.

@@ -97,8 +97,8 @@ class _Pass:
         self.tickets: dict[tuple[int, int], Ticket] = {}
         self.rests: dict[tuple[int, int], Callable[[], None]] = {}
         self.made: dict[Name, Tensor] = {}
-        self.coming: dict[Name, Pending] = {}
-        self.sent: list[Pending] = []
+        self.coming: dict[Name, Pending[Tensor]] = {}
+        self.sent: list[Pending[Tensor]] = []
 
     def through(self, schedule: Schedule, program: Program) -> Tensor:
         """Execute the list; returns the sum of the losses."""

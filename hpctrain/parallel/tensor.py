@@ -7,7 +7,7 @@ already cut to this rank's box.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 from hpctrain.model.transformer import Embedding, FanOut, Head, present
 from hpctrain.parallel.autograd import reduce_from, reduce_scatter_from, sum_gradients
-from hpctrain.parallel.comm import Axis, Pending, ready, start_all_gather, start_all_reduce_, start_reduce_scatter
+from hpctrain.parallel.comm import Axis, Pending, start_all_gather, start_all_reduce_, start_reduce_scatter
 from hpctrain.parallel.deferred import Deferred, Later, Tensors
 
 SEQ = 1
@@ -40,16 +40,29 @@ class Region:
     sequence: bool = False
     overlap: bool = False
 
-    def enter(self, x: Tensor) -> Pending:
-        """Begin to make an activation from outside, or its gradient, whole."""
-        return start_all_gather(x, self.axis, SEQ) if self.sequence else ready(x, self.axis)
+    def enter(self, x: Tensor, function: Callable[[Tensor], Sequence[Tensor]]) -> Sequence[Tensor]:
+        """Results of a function of rows, for all rows of an activation or gradient from outside.
 
-    def leave_(self, x: Tensor) -> Pending:
-        """Begin to sum a partial activation or gradient and to give it the form it has outside; `x` is used up."""
-        summed = start_reduce_scatter(x, self.axis, SEQ) if self.sequence else start_all_reduce_(x, self.axis)
-        if not self.overlap:
-            summed.wait()
-        return summed
+        Where ranks send to each other, the part of each is worked on as it is, while those of the others come.
+        """
+        if not self.sequence:
+            return function(x)
+        gathering = start_all_gather(x, self.axis)
+        if not self.axis.direct:
+            return function(torch.cat(gathering.wait(), SEQ))
+        own = function(x)
+        parts = [own if i == self.axis.index else function(part) for i, part in enumerate(gathering.wait())]
+        return [torch.cat(results, SEQ) for results in zip(*parts)]
+
+    def leave(self, function: Callable[..., Tensor], *inputs: Tensor) -> Pending[Tensor]:
+        """Begin to sum a function of rows over tp and to give the sum the form it has outside."""
+        if not self.sequence:
+            return start_all_reduce_(function(*inputs), self.axis)
+        if self.axis.direct:
+            chunks = [x.chunk(self.axis.size, SEQ) for x in inputs]
+            return start_reduce_scatter(lambda i: function(*(c[i] for c in chunks)), self.axis)
+        whole = function(*inputs).chunk(self.axis.size, SEQ)
+        return start_reduce_scatter(lambda i: whole[i], self.axis)
 
 
 def _rows(x: Tensor) -> Tensor:
@@ -69,23 +82,29 @@ class _ColumnLinear(torch.autograd.Function):
         weights, biases = params[: len(replicas)], params[len(replicas) :]
         ctx.region, ctx.replicas, ctx.later = region, replicas, later
         ctx.save_for_backward(x, *weights)
-        whole = region.enter(x).wait()
-        return tuple(F.linear(whole, w, b) for w, b in zip(weights, biases))
+        return tuple(region.enter(x, lambda rows: [F.linear(rows, w, b) for w, b in zip(weights, biases)]))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         x, *weights = ctx.saved_tensors
         region, replicas, later = ctx.region, ctx.replicas, ctx.later
-        gathering = region.enter(x) if later.now else None
-        pending: Pending | None = None
-        if ctx.needs_input_grad[0]:
-            grad_x = grads[0] @ weights[0]
+        gathering = start_all_gather(x, region.axis) if region.sequence and later.now else None
+
+        def grad_input(*grads: Tensor) -> Tensor:
+            out: Tensor = grads[0] @ weights[0]
             for g, w in zip(grads[1:], weights[1:]):
-                grad_x += g @ w
-            pending = region.leave_(grad_x)
+                out += g @ w
+            return out
+
+        pending = region.leave(grad_input, *grads) if ctx.needs_input_grad[0] else None
+        if pending and not region.overlap:
+            pending.wait()
 
         def of_parameters() -> Tensors:
-            rows = _rows((gathering or region.enter(x)).wait())
+            if region.sequence:
+                rows = _rows(torch.cat((gathering or start_all_gather(x, region.axis)).wait(), SEQ))
+            else:
+                rows = _rows(x)
             grad_w = [_rows(g).T @ rows if need else None for g, need in zip(grads, later.needs)]
             grad_b = [_rows(g).sum(0) if need else None for g, need in zip(grads, later.needs[len(weights) :])]
             return [_whole(g, axis) for g, axis in zip((*grad_w, *grad_b), (*replicas, *replicas))]
@@ -112,14 +131,13 @@ class _RowLinear(torch.autograd.Function):
     ) -> Tensor:
         ctx.region, ctx.later = region, later
         ctx.save_for_backward(x, weight)
-        out = region.leave_(F.linear(x, weight)).wait()
+        out = region.leave(lambda rows: F.linear(rows, weight), x).wait()
         return out if bias is None else out.add_(bias)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         x, weight = ctx.saved_tensors
-        grad = ctx.region.enter(grads[0]).wait()
-        grad_x = grad @ weight if ctx.needs_input_grad[0] else None
+        grad_x, grad = ctx.region.enter(grads[0], lambda rows: (rows @ weight, rows))
         need_weight, need_bias = ctx.later.needs
 
         def of_parameters() -> Tensors:

@@ -40,8 +40,8 @@ class Tie:
         self._owns, self._uses = axis.index == owner, axis.index == user
         self._copy: Tensor | None = None
         self._total: Tensor | None = None
-        self._sent: Pending | None = None
-        self._coming: Pending | None = None
+        self._sent: Pending[Tensor] | None = None
+        self._coming: Pending[Tensor] | None = None
         self._due = False
         if self._owns:
             engine.parameter(name).register_hook(self._complete)  # type: ignore[no-untyped-call]
@@ -87,7 +87,7 @@ class Tie:
                 pending.wait()
         self._copy = self._total = self._sent = self._coming = None
 
-    def _start(self, values: Tensor, send: bool) -> Pending:
+    def _start(self, values: Tensor, send: bool) -> Pending[Tensor]:
         if self._sent is not None:
             self._sent.wait()
         return start_exchange([Leg(values, self._peer, send)], self._axis)[0]

@@ -116,17 +116,18 @@ def test_a_stage_without_trained_parameters(ranks, which, parallel):
             assert (values - want[name]).abs().max() <= 1e-9 * want[name].abs().max(), name
 
 
-def poisoned(config, world, bad):
-    """A stage returns NaN in one micro-batch of the second step. Whether each step was skipped, and weights moved."""
+def poisoned(config, world, bad, where):
+    """In the second step a stage returns NaN, or makes one of a weight. Was each step skipped, and did weights move?"""
     mesh, engine, pipeline = start(config, world)
-    steps, calls = [], []
+    steps, layer = [], next(iter(engine.chunks[0].layers.values()))
 
-    def spoil(module, inputs, out):
-        calls.append(1)
-        return out * math.nan if len(steps) == 1 and len(calls) % 4 == 2 else out
+    def spoil(value):
+        return value * math.nan if len(steps) == 1 else value
 
-    if mesh.rank == bad:
-        next(iter(engine.chunks[0].layers.values())).register_forward_hook(spoil)
+    if mesh.rank == bad and where == "activation":
+        layer.register_forward_hook(lambda module, inputs, out: spoil(out))
+    elif mesh.rank == bad:
+        layer.mlp_norm.weight.register_hook(spoil)
     for step in range(3):
         batch = global_batch(config, step)
         before = [p.detach().clone() for p in engine.working.values()]
@@ -139,10 +140,11 @@ def poisoned(config, world, bad):
 
 
 @pytest.mark.parametrize("bad", [0, 1, 2])
-def test_all_stages_skip_a_step_that_is_not_finite_in_one(ranks, bad):
-    """Trap D28."""
+@pytest.mark.parametrize("where", ["activation", "gradient"])
+def test_all_stages_skip_a_step_that_is_not_finite_in_one(ranks, bad, where):
+    """Trap D28. A gradient that is not finite in one stage alone is seen in no loss."""
     config = make_config(model=dict(layers=3), parallel=dict(pp=3), train=dict(micro_batch=2))
-    assert ranks(3, poisoned, config, 3, bad) == [[(False, True), (True, False), (False, True)]] * 3
+    assert ranks(3, poisoned, config, 3, bad, where) == [[(False, True), (True, False), (False, True)]] * 3
 
 
 def evaluated(config, world):

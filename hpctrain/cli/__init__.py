@@ -32,6 +32,7 @@ COMMANDS = {
     "config": Lazy("hpctrain.cli.config:config", "Show recipes, and what every setting means."),
     "data": Lazy("hpctrain.cli.data:data", "Build HDF5 corpora from text, and look at them."),
     "ckpt": Lazy("hpctrain.cli.ckpt:ckpt", "List, verify and show checkpoints."),
+    "plan": Lazy("hpctrain.cli.plan:plan", "See what a layout costs before anything runs."),
     "lab": Lazy("hpctrain.cli.lab:lab", "Bring up a private Slurm on this machine, and take it down."),
     "doctor": Lazy("hpctrain.cli.doctor:doctor", "Check this machine and what is installed on it."),
 }

@@ -17,14 +17,14 @@ from tests.test_readme import parse
 
 DOCS = Path(__file__).parents[1] / "docs"
 TEXT = (DOCS / "slurm.md").read_text()
-PIPELINE = (DOCS / "pipeline.md").read_text()
+SCHEDULE_PAGE = (DOCS / "schedules.md").read_text()
 COMMANDS = [
     shlex.split(line)[1:]
-    for block in re.findall(r"^```sh\n(.*?)^```", TEXT + PIPELINE, re.MULTILINE | re.DOTALL)
+    for block in re.findall(r"^```sh\n(.*?)^```", TEXT + SCHEDULE_PAGE, re.MULTILINE | re.DOTALL)
     for line in block.splitlines()
     if line.startswith("hpctrain ")
 ]
-SHOWN = re.findall(r"^```sh\nhpctrain ([^\n]*)\n```\n\n```text\n(.*?)^```", PIPELINE, re.MULTILINE | re.DOTALL)
+SHOWN = re.findall(r"^```sh\nhpctrain ([^\n]*)\n```\n\n```text\n(.*?)^```", SCHEDULE_PAGE, re.MULTILINE | re.DOTALL)
 PROFILES = re.findall(r"^```yaml\n(.*?)^```", TEXT, re.MULTILINE | re.DOTALL)
 
 
@@ -54,7 +54,7 @@ def test_commands_print_what_is_shown(line: str, output: str) -> None:
 def test_the_table_of_schedules_is_that_of_the_program() -> None:
     """Names, chunks, and the activations and idle time of 4 ranks and 8 micro-batches where a part takes 1."""
     sizes = {"p": 4, "m": 8, "F": 1, "I": 1, "W": 1}
-    rows = re.findall(r"^\| `([\w-]+)` \| (\d)( or more)? \| ([^|]*) \| ([^|]*) \|", PIPELINE, re.MULTILINE)
+    rows = re.findall(r"^\| `([\w-]+)` \| (\d)( or more)? \| ([^|]*) \| ([^|]*) \|", SCHEDULE_PAGE, re.MULTILINE)
     assert {name for name, *_ in rows} == set(SCHEDULES)
     for name, chunks, _, idle, kept in rows:
         known = {**sizes, "v": int(chunks)}

@@ -72,7 +72,7 @@ def test_colours_only_on_a_terminal() -> None:
 
 def test_uneven_stages_have_no_formula_and_short_actions_are_counted() -> None:
     shown = run("--stages 2 --micro-batches 2 --forward 1,2 --backward-weight 3,1")
-    assert "formula      none for these sizes and times (see docs/pipeline.md)\n" in shown
+    assert "formula      none for these sizes and times (see docs/schedules.md)\n" in shown
     shown = run("--stages 2 --micro-batches 2 --schedule zb-h1 --backward-weight 0.01")
     assert "2 actions too short for a column are not drawn\n" in shown
 

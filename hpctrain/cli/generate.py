@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from pathlib import Path
 
@@ -25,8 +26,10 @@ def generate(
     pipeline is not used.
     """
     from hpctrain.config.load import load
-    from hpctrain.errors import CheckpointError
+    from hpctrain.errors import CheckpointError, ConfigError
 
+    if not math.isfinite(temperature):
+        raise ConfigError("--temperature", temperature, "must be finite", "0 takes the likeliest token")
     path = next((p for p in (run / "config.yaml", run.parent.parent / "config.yaml") if p.exists()), None)
     if path is None:
         raise CheckpointError(f"{run} is not a run folder (no config.yaml): give the folder that training named.")

@@ -1,4 +1,4 @@
-"""What `docs/slurm.md` shows is so: its commands, its profiles, its table of keys."""
+"""What the pages in `docs/` show is so: their commands, and of `docs/slurm.md` its profiles and its table of keys."""
 
 from __future__ import annotations
 
@@ -8,13 +8,17 @@ from pathlib import Path
 
 import pytest
 
+from hpctrain.config.load import load
+from hpctrain.config.validate import validate
 from hpctrain.launch.profile import Profile, site
 from tests.test_readme import parse
 
-TEXT = (Path(__file__).parents[1] / "docs" / "slurm.md").read_text()
+DOCS = Path(__file__).parents[1] / "docs"
+TEXT = (DOCS / "slurm.md").read_text()
 COMMANDS = [
     shlex.split(line)[1:]
-    for block in re.findall(r"^```sh\n(.*?)^```", TEXT, re.MULTILINE | re.DOTALL)
+    for page in sorted(DOCS.glob("*.md"))
+    for block in re.findall(r"^```sh\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL)
     for line in block.splitlines()
     if line.startswith("hpctrain ")
 ]
@@ -24,6 +28,12 @@ PROFILES = re.findall(r"^```yaml\n(.*?)^```", TEXT, re.MULTILINE | re.DOTALL)
 @pytest.mark.parametrize("arguments", COMMANDS, ids=" ".join)
 def test_commands_parse(arguments: list[str]) -> None:
     parse(arguments)
+
+
+@pytest.mark.parametrize("arguments", [a for a in COMMANDS if a[0] == "train"], ids=" ".join)
+def test_trainings_could_start(arguments: list[str]) -> None:
+    config = load(arguments[1], arguments[2:])
+    validate(config, config.cluster.nodes * config.cluster.gpus_per_node)
 
 
 @pytest.mark.parametrize("index", range(len(PROFILES)))

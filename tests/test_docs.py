@@ -1,4 +1,4 @@
-"""What `docs/slurm.md` shows is so: its commands, its profiles, its table of keys."""
+"""What the pages in `docs` show is so: their commands, what they print, profiles, tables."""
 
 from __future__ import annotations
 
@@ -7,23 +7,39 @@ import shlex
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 
+from hpctrain.cli import main
+from hpctrain.config.load import load
+from hpctrain.config.validate import validate
 from hpctrain.launch.profile import Profile, site
+from hpctrain.layout.schedule import SCHEDULES
+from hpctrain.layout.schedule_claims import claimed_bubble, claimed_peak
 from tests.test_readme import parse
 
-TEXT = (Path(__file__).parents[1] / "docs" / "slurm.md").read_text()
+DOCS = Path(__file__).parents[1] / "docs"
+TEXT = (DOCS / "slurm.md").read_text()
+SCHEDULE_PAGE = (DOCS / "schedules.md").read_text()
 COMMANDS = [
     shlex.split(line)[1:]
-    for block in re.findall(r"^```sh\n(.*?)^```", TEXT, re.MULTILINE | re.DOTALL)
+    for page in sorted(DOCS.glob("*.md"))
+    for block in re.findall(r"^```sh\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL)
     for line in block.splitlines()
     if line.startswith("hpctrain ")
 ]
+SHOWN = re.findall(r"^```sh\nhpctrain ([^\n]*)\n```\n\n```text\n(.*?)^```", SCHEDULE_PAGE, re.MULTILINE | re.DOTALL)
 PROFILES = re.findall(r"^```yaml\n(.*?)^```", TEXT, re.MULTILINE | re.DOTALL)
 
 
 @pytest.mark.parametrize("arguments", COMMANDS, ids=" ".join)
 def test_commands_parse(arguments: list[str]) -> None:
     parse(arguments)
+
+
+@pytest.mark.parametrize("arguments", [a for a in COMMANDS if a[0] == "train"], ids=" ".join)
+def test_trainings_could_start(arguments: list[str]) -> None:
+    config = load(arguments[1], arguments[2:])
+    validate(config, config.cluster.nodes * config.cluster.gpus_per_node)
 
 
 @pytest.mark.parametrize("index", range(len(PROFILES)))
@@ -38,5 +54,25 @@ def test_every_key_of_a_profile_is_in_the_table() -> None:
     assert {name for row in rows for name in re.findall(r"`(\w+)`", row)} == set(Profile.model_fields)
 
 
+@pytest.mark.parametrize(("line", "output"), SHOWN, ids=[line for line, _ in SHOWN])
+def test_commands_print_what_is_shown(line: str, output: str) -> None:
+    printed = CliRunner().invoke(main, line.split(), env={"COLUMNS": "80"}).stdout
+    assert [line.rstrip() for line in printed.splitlines()] == output.splitlines()
+
+
+def test_the_table_of_schedules_is_that_of_the_program() -> None:
+    """Names, chunks, and the activations and idle time of 4 ranks and 8 micro-batches where a part takes 1."""
+    sizes = {"p": 4, "m": 8, "F": 1, "I": 1, "W": 1}
+    rows = re.findall(r"^\| `([\w-]+)` \| (\d)( or more)? \| ([^|]*) \| ([^|]*) \|", SCHEDULE_PAGE, re.MULTILINE)
+    assert {name for name, *_ in rows} == set(SCHEDULES)
+    for name, chunks, _, idle, kept in rows:
+        known = {**sizes, "v": int(chunks)}
+        claim = claimed_bubble(name, 4, int(chunks), 8)
+        assert claim is not None
+        idle_time, most = (eval(text.strip().replace(")(", ")*(").replace(")F", ")*F"), known) for text in (idle, kept))
+        assert claim.share == pytest.approx(idle_time / (8 * 3 + idle_time))
+        assert most == claimed_peak(name, 4, int(chunks), 8, 0) / int(chunks)
+
+
 def test_there_is_something_to_test() -> None:
-    assert len(COMMANDS) > 10 and len(PROFILES) == 2
+    assert len(COMMANDS) > 14 and len(PROFILES) == 2 and len(SHOWN) == 2

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 F = TypeVar("F", bound=Callable[..., Any])
 MOST = 200_000
 """Forwards of one schedule that are played in seconds."""
-NO_CLAIM = "none for these sizes and times (see docs/pipeline.md)"
+NO_CLAIM = "none for these sizes and times (see docs/schedules.md)"
 
 
 def _durations(ctx: click.Context, param: click.Parameter, value: str) -> tuple[float, ...]:

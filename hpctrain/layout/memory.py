@@ -1,9 +1,10 @@
 """Bytes that a rank needs to train, before anything is allocated. Plain arithmetic over the table of parameters.
 
 State is exact: weights, gradients and optimizer state of the boxes that the rank holds. Activations are an
-estimate of what backward needs, without recomputation: per token and layer the inputs and outputs of the two
-norms, queries, keys, values and attention output, and what the MLP keeps; attention scores are taken not to be
-stored (fused attention). Allocator waste, communication buffers and the framework itself are not counted.
+estimate of what backward needs: per token and layer the inputs and outputs of the two norms, queries, keys, values
+and attention output, and what the MLP keeps; attention scores are taken not to be stored (fused attention). What is
+recomputed is there for one layer at a time. Allocator waste, communication buffers and the framework itself are not
+counted.
 """
 
 from __future__ import annotations
@@ -130,16 +131,21 @@ def activation_bytes(config: RunConfig, tp: int, stage: Stage | None = None) -> 
     model, width = config.model, COMPUTE_BYTES[config.train.precision]
     wide = max(width, 4)
     heads, ffn, vocab = (cut_of(model, cut, tp, 0)[1] for cut in ("heads", "ffn", "vocab"))
-    norms = 4 * model.hidden
+    hidden = model.hidden / tp if config.parallel.sp else model.hidden  # tp divides the sequence
+    norms = 4 * hidden
     attention = 4 * heads * model.head_width  # keys and values are repeated to all heads before attention
     mlp = (4 if model.gated else 2) * ffn
-    masks = 2 * model.hidden if model.dropout else 0
+    masks = 2 * hidden if model.dropout else 0
+    layer = norms + attention + mlp + masks
+    repeated = 2 * (heads - cut_of(model, "kv_heads", tp, 0)[1]) * model.head_width
+    kept = {"none": layer, "selective": layer - repeated, "full": hidden}[config.train.recompute]
     first, last = (True, True) if stage is None else (stage.first, stage.last)
-    layers = (model.layers if stage is None else len(stage.layers)) * (norms + attention + mlp + masks) * width
-    ends = (first + last) * model.hidden * width
+    number = model.layers if stage is None else len(stage.layers)
+    layers = (number * kept + bool(number) * (layer - kept)) * width
+    ends = (first + last) * hidden * width
     logits = last * vocab * (width + 2 * wide)  # as computed, their exponentials, their gradient
     seen = config.data.seq if config.data.document_mask else 0
-    return config.train.micro_batch * config.data.seq * (layers + ends + logits + seen)
+    return round(config.train.micro_batch * config.data.seq * (layers + ends + logits + seen))
 
 
 def check_memory(config: RunConfig, layout: Layout, available: int) -> None:
@@ -154,7 +160,7 @@ def check_memory(config: RunConfig, layout: Layout, available: int) -> None:
     need = estimate(config, layout)
     if need.total <= available:
         return
-    mildest: dict[tuple[str, ...], dict[str, int]] = {}
+    mildest: dict[tuple[str, ...], dict[str, int | str]] = {}
     for changes in _alternatives(config, layout, available):
         mildest.setdefault(tuple(changes), changes)
     fewest = min(map(len, mildest), default=0)
@@ -173,24 +179,33 @@ def _gib(size: float) -> str:
     return f"{size / GIB:,.0f}" if size >= 100 * GIB else f"{size / GIB:.3g}"
 
 
-def _alternatives(config: RunConfig, layout: Layout, available: int) -> Iterator[dict[str, int]]:
-    """Changes of micro-batch, stage and tp on the same ranks that fit; the mildest of each first."""
+def _alternatives(config: RunConfig, layout: Layout, available: int) -> Iterator[dict[str, int | str]]:
+    """Changes of micro-batch, recomputation, stage and tp on the same ranks that fit; the mildest of each first."""
     micro, stage, ranks = config.train.micro_batch, config.sharding.stage, layout.world // layout.pp
     micros = [m for m in range(micro, 0, -1) if micro % m == 0]
     fixed = config.train.precision == "float64" or config.sharding.engine == "none"
     stages = [stage] if fixed else range(stage, 4)
+    again = config.train.recompute
+    recomputes = dict.fromkeys((again, "full"))
     for tp in (t for t in tp_sizes(config.model, ranks) if t >= layout.tp):
+        if layout.sp and config.data.seq % tp:
+            continue
         resized = replace(layout, dp=ranks // tp, tp=tp)
         held = _held(config, resized)
-        for s, m in itertools.product(stages, micros):
+        for s, r, m in itertools.product(stages, recomputes, micros):
             if config.train.global_batch % (resized.dp * m) or (s > stage and resized.dp == 1):
                 continue
             changed = config.model_copy(
                 update={
                     "sharding": config.sharding.model_copy(update={"stage": s}),
-                    "train": config.train.model_copy(update={"micro_batch": m}),
+                    "train": config.train.model_copy(update={"micro_batch": m, "recompute": r}),
                 }
             )
             if _fullest(changed, resized, held).total <= available:
-                values = {"train.micro_batch": (m, micro), "sharding.stage": (s, stage), "parallel.tp": (tp, layout.tp)}
+                values: dict[str, tuple[int | str, int | str]] = {
+                    "train.micro_batch": (m, micro),
+                    "train.recompute": (r, again),
+                    "sharding.stage": (s, stage),
+                    "parallel.tp": (tp, layout.tp),
+                }
                 yield {key: new for key, (new, old) in values.items() if new != old}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
@@ -69,6 +70,8 @@ class Local:
     """
 
     def __init__(self, with_deepspeed: bool) -> None:
+        if with_deepspeed:
+            os.environ["DS_ACCELERATOR"] = "cpu"  # which it would otherwise look for, and say so
         self._zygote = Zygote((*IMPORTS, "deepspeed") if with_deepspeed else IMPORTS)
 
     def __enter__(self) -> Local:

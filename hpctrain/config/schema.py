@@ -90,8 +90,7 @@ class ParallelConfig(Section):
 
     tp: Count = Field(1, description="Tensor parallelism: heads, MLP width and vocabulary are split.")
     sp: bool = Field(
-        False,
-        description="Norms and residuals split over the sequence, beside tp. Not in this version.",
+        False, description="Beside tp: norms, dropout and residuals are split over the sequence, on the same ranks."
     )
     pp: Count = Field(1, description="Pipeline parallelism: the layers are split; ranks hand hidden states on.")
     schedule: Literal["gpipe", "1f1b", "interleaved", "zb-h1", "zb-v"] = Field(
@@ -192,6 +191,9 @@ class TrainConfig(Section):
     log_every: Count = Field(10, description="Steps between lines of the log.")
     max_skipped: Count = Field(5, description="Non-finite steps in a row after which the job stops.")
     loss_scale: Annotated[float, Field(ge=1.0, le=1e30)] = Field(65536.0, description="fp16: initial loss scale.")
+    recompute: Literal["none", "selective", "full"] = Field(
+        "none", description="Activations computed again in backward: none, attention's, or those of every layer."
+    )
     overlap: bool = Field(True, description="Reductions run beside computation where that is exact.")
 
 

@@ -36,8 +36,6 @@ def _available(config: RunConfig) -> None:
     for axis, name in {"cp": "context", "ep": "expert", "etp": "expert tensor"}.items():
         if (size := getattr(config.parallel, axis)) > 1:
             _refuse(f"parallel.{axis}", size, f"{name} parallelism is not available in this version", "use 1")
-    if config.parallel.sp:
-        _refuse("parallel.sp", True, "sequence parallelism is not available in this version", "use false")
     if config.engine == "fsdp":
         _refuse("sharding.engine", "fsdp", "is not available in this version", "use deepspeed with sharding.stage=3")
 
@@ -169,6 +167,17 @@ def _pipeline(config: RunConfig) -> None:
         _refuse("parallel.stage_layers", list(sizes), reason, "give every other stage at least 1")
 
 
+def _sequence_parallel(config: RunConfig, layout: Layout) -> None:
+    seq, tp = config.data.seq, layout.tp
+    if not layout.sp:
+        return
+    if tp == 1:
+        _refuse("parallel.sp", True, "splits the sequence over the ranks of parallel.tp, which is 1", "use false")
+    if seq % tp:
+        near = [n for n in (seq // tp * tp, (seq // tp + 1) * tp) if n]
+        _refuse("data.seq", seq, f"must be a multiple of parallel.tp={tp} with parallel.sp", f"use {_either(near)}")
+
+
 def _batch(config: RunConfig, layout: Layout) -> None:
     batch, micro = config.train.global_batch, config.train.micro_batch
     group = layout.dp * micro
@@ -194,7 +203,7 @@ RULES: tuple[Rule, ...] = (
     _evaluation,
     _checkpoints,
 )
-LAYOUT_RULES: tuple[LayoutRule, ...] = (_tensor_parallel, _batch)
+LAYOUT_RULES: tuple[LayoutRule, ...] = (_tensor_parallel, _sequence_parallel, _batch)
 
 
 def _refuse(path: str, value: object, allowed: str, fix: str = "") -> None:

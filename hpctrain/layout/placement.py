@@ -41,8 +41,9 @@ class Placement:
         global_shape: shape of the logical tensor.
         boxes: the blocks of it that this rank holds.
         replicas: ranks of this rank's stage and data-parallel index that hold the same boxes, ascending.
-        partial_over: axes over whose replicas the gradient arrives in parts and is summed inside autograd,
-            so that it is complete when it is accumulated.
+        partial_over: axes over whose replicas the gradient arises in parts, because each uses the parameter for
+            some of the heads or for a part of the sequence. The layer that holds it makes the gradient whole
+            inside autograd, so that it is complete when it is accumulated.
         tied: name of the parameter whose values this one shares and whose owner is on another stage, if any.
     """
 
@@ -111,7 +112,7 @@ def place(spec: ParameterSpec, model: ModelConfig, layout: Layout, rank: int) ->
         start[dim], shape[dim] = first * unit, count * unit
     peers = layout.group_of(rank, "tp")
     replicas = peers[tp // copies * copies :][:copies]
-    partial = ("tp",) if copies > 1 and any(spec.cuts) else ()
+    partial = ("tp",) if copies > 1 and (layout.sp or any(spec.cuts)) else ()
     box = Box(tuple(start), (0,) * len(shape), tuple(shape))
     return Placement(spec.name, spec.shape, (box,), replicas, partial)
 

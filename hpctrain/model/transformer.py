@@ -76,7 +76,7 @@ class Attention(nn.Module):
         queries, keys = model.heads * self.width, model.kv * self.width
         sizes = {"q": queries, "k": keys, "v": keys}
         self.qkv = FanOut({n: nn.Linear(model.hidden, size, bias=model.bias) for n, size in sizes.items()})
-        self.core = DotProductAttention()
+        self.core: nn.Module = DotProductAttention()
         self.output: nn.Module = nn.Linear(queries, model.hidden, bias=model.bias)
 
     def forward(self, x: Tensor, rope: tuple[Tensor, Tensor] | None, mask: Tensor | None) -> Tensor:

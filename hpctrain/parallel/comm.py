@@ -22,6 +22,10 @@ T = TypeVar("T")
 EXCHANGE_LIMIT = 1 << 20
 """gloo, two ranks: up to this many bytes a pairwise exchange beats its all-reduce (0.4 ms against 2 ms)."""
 
+# torch 2.13 deprecates the older names.
+_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
 
 @dataclass(frozen=True)
 class Axis:
@@ -46,9 +50,14 @@ class Axis:
         return len(self.ranks)
 
     @property
+    def direct(self) -> bool:
+        """Gathers and scatters are sent rank to rank: over gloo, where that beats its collectives at every size."""
+        return self.group is not None and dist.get_backend(self.group) == "gloo"
+
+    @property
     def pairwise(self) -> bool:
         """Two ranks over gloo."""
-        return self.size == 2 and self.group is not None and dist.get_backend(self.group) == "gloo"
+        return self.size == 2 and self.direct
 
 
 class Leg(NamedTuple):
@@ -77,9 +86,15 @@ class Pending:
             for work in self._works:
                 work.wait()
             self._result = self._finish()
-            self._axis.meter.waited(self._operation, self._axis.name, start)
+            if self._works:
+                self._axis.meter.waited(self._operation, self._axis.name, start)
             self._works = []
         return self._result
+
+
+def ready(t: Tensor, axis: Axis) -> Pending:
+    """What needs no collective, in the form of one that has ended."""
+    return Pending(axis, "nothing", [], lambda: t)
 
 
 def _nbytes(t: Tensor) -> int:
@@ -93,7 +108,7 @@ def start_all_reduce_(t: Tensor, axis: Axis, op: str = "sum") -> Pending:
     """
     assert t.is_contiguous()
     if axis.size == 1:
-        return Pending(axis, "all_reduce", [], lambda: t)
+        return ready(t, axis)
     axis.meter.sent("all_reduce", axis.name, _nbytes(t))
     if axis.pairwise and _nbytes(t) <= EXCHANGE_LIMIT:
         return _exchange(t, axis, op)
@@ -104,11 +119,8 @@ def start_all_reduce_(t: Tensor, axis: Axis, op: str = "sum") -> Pending:
 
 def _exchange(t: Tensor, axis: Axis, op: str) -> Pending:
     """All-reduce between two ranks as one swap; a + b is b + a bit for bit, so both end equal."""
-    peer = axis.ranks[1 - axis.index]
     other = torch.empty_like(t)
-    works = dist.batch_isend_irecv(
-        [dist.P2POp(dist.isend, t, peer, axis.group), dist.P2POp(dist.irecv, other, peer, axis.group)]
-    )
+    works = _swap([t, t], [other, other], axis)
 
     def combine() -> Tensor:
         if op == "sum":
@@ -116,6 +128,53 @@ def _exchange(t: Tensor, axis: Axis, op: str) -> Pending:
         return torch.maximum(t, other, out=t)
 
     return Pending(axis, "all_reduce", works, combine)
+
+
+def _swap(outgoing: Sequence[Tensor], incoming: Sequence[Tensor], axis: Axis) -> list[dist.Work]:
+    """Send every other rank of the axis its tensor and receive one from it. All contiguous."""
+    swaps = []
+    for i, peer in enumerate(axis.ranks):
+        if i != axis.index:
+            swaps.append(dist.P2POp(dist.isend, outgoing[i], peer, axis.group))
+            swaps.append(dist.P2POp(dist.irecv, incoming[i], peer, axis.group))
+    return dist.batch_isend_irecv(swaps)
+
+
+def start_all_gather(t: Tensor, axis: Axis, dim: int) -> Pending:
+    """Begin to join the equally shaped tensors of all ranks of the axis along a dim, in their order."""
+    if axis.size == 1:
+        return ready(t, axis)
+    axis.meter.sent("all_gather", axis.name, _nbytes(t))
+    t = t.contiguous()
+    if axis.direct:
+        parts = [t if i == axis.index else torch.empty_like(t) for i in range(axis.size)]
+        return Pending(axis, "all_gather", _swap([t] * axis.size, parts, axis), lambda: torch.cat(parts, dim))
+    stacked = t.new_empty((axis.size, *t.shape))
+    work = _gather_single(stacked.flatten(0, 1), t, group=axis.group, async_op=True)
+    return Pending(axis, "all_gather", [work], lambda: stacked.movedim(0, dim).flatten(dim, dim + 1))
+
+
+def start_reduce_scatter(t: Tensor, axis: Axis, dim: int) -> Pending:
+    """Begin to sum `t` over the axis and to keep this rank's part of the sum: one of equal parts along a dim."""
+    if axis.size == 1:
+        return ready(t, axis)
+    assert t.shape[dim] % axis.size == 0, (t.shape, dim, axis.size)
+    axis.meter.sent("reduce_scatter", axis.name, _nbytes(t))
+    if not axis.direct:
+        stacked = torch.stack(t.chunk(axis.size, dim))
+        part = torch.empty_like(stacked[0])
+        work = _scatter_single(part, stacked.flatten(0, 1), group=axis.group, async_op=True)
+        return Pending(axis, "reduce_scatter", [work], lambda: part)
+    outgoing = [part.contiguous() for part in t.chunk(axis.size, dim)]
+    parts = [t if i == axis.index else torch.empty_like(t) for i, t in enumerate(outgoing)]
+
+    def total() -> Tensor:
+        out = parts[0] + parts[1]
+        for part in parts[2:]:
+            out += part
+        return out
+
+    return Pending(axis, "reduce_scatter", _swap(outgoing, parts, axis), total)
 
 
 def all_reduce_(t: Tensor, axis: Axis, op: str = "sum") -> Tensor:
@@ -132,25 +191,7 @@ def all_reduce(t: Tensor, axis: Axis, op: str = "sum") -> Tensor:
 
 def all_gather(t: Tensor, axis: Axis) -> list[Tensor]:
     """The equally shaped tensors of all ranks of the axis, in their order."""
-    if axis.size == 1:
-        return [t]
-    t = t.contiguous()
-    axis.meter.sent("all_gather", axis.name, _nbytes(t))
-    start = time.perf_counter()
-    out = [torch.empty_like(t) for _ in axis.ranks]
-    if axis.pairwise and _nbytes(t) <= EXCHANGE_LIMIT:
-        peer = 1 - axis.index
-        out[axis.index] = t
-        swap = [
-            dist.P2POp(dist.isend, t, axis.ranks[peer], axis.group),
-            dist.P2POp(dist.irecv, out[peer], axis.ranks[peer], axis.group),
-        ]
-        for work in dist.batch_isend_irecv(swap):
-            work.wait()
-    else:
-        dist.all_gather(out, t, group=axis.group)
-    axis.meter.waited("all_gather", axis.name, start)
-    return out
+    return list(start_all_gather(t[None], axis, 0).wait().unbind())
 
 
 def start_exchange(legs: Sequence[Leg], axis: Axis) -> list[Pending]:

@@ -53,6 +53,11 @@ class Later:
         self.needs = [p is not None and p.requires_grad for p in parameters]
 
     @property
+    def now(self) -> bool:
+        """Whether a backward computes any of them itself."""
+        return self._deferred is None and any(self.needs)
+
+    @property
     def inputs(self) -> list[Tensor | None]:
         """What an autograd function is given in the place of the parameters; it returns as many gradients."""
         if self._deferred is None:
@@ -62,7 +67,7 @@ class Later:
     def gradients(self, compute: Callable[[], Tensors]) -> Tensors:
         """What the function's backward returns for `inputs`."""
         if self._deferred is None:
-            return compute()
+            return compute() if self.now else [None] * len(self._parameters)
         self._deferred.leave(self._parameters, compute)
         return [None] * (len(self._parameters) + 1)
 
@@ -73,4 +78,5 @@ def complete(left: list[Work]) -> None:
     while left:
         work = left.pop()
         pairs = [(p, g) for p, g in zip(work.parameters, work.compute()) if p is not None and g is not None]
-        torch.autograd.backward([p for p, _ in pairs], [g for _, g in pairs])
+        if pairs:
+            torch.autograd.backward([p for p, _ in pairs], [g for _, g in pairs])

@@ -7,7 +7,7 @@ from torch import nn
 from hpctrain.model.transformer import FanOut, Head
 from hpctrain.parallel.comm import Axis
 from hpctrain.parallel.deferred import Deferred
-from hpctrain.parallel.tensor import ColumnFanOut, ColumnHead, RowLinear
+from hpctrain.parallel.tensor import ColumnFanOut, ColumnHead, Region, RowLinear
 
 
 def use_own_linears(root: nn.Module, alone: Axis) -> None:
@@ -20,12 +20,13 @@ def use_own_linears(root: nn.Module, alone: Axis) -> None:
 
 
 def _own(module: nn.Module, alone: Axis) -> nn.Module:
+    region = Region(alone)
     if type(module) is FanOut:
-        return ColumnFanOut(module, alone, (alone,) * len(module), overlap=False)
+        return ColumnFanOut(module, region, (alone,) * len(module))
     if type(module) is Head:
-        return ColumnHead(module, alone, alone, overlap=False)
+        return ColumnHead(module, region, alone)
     if type(module) is nn.Linear:
-        return RowLinear(module, alone)
+        return RowLinear(module, region)
     return module
 
 

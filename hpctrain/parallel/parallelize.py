@@ -15,7 +15,9 @@ from hpctrain.model.transformer import FanOut, Transformer
 from hpctrain.parallel.loss import VocabParallelCrossEntropy
 from hpctrain.parallel.mesh import Mesh
 from hpctrain.parallel.precision import master
-from hpctrain.parallel.tensor import ColumnFanOut, ColumnHead, RowLinear, VocabParallelEmbedding
+from hpctrain.parallel.recompute import apply_recomputation
+from hpctrain.parallel.sequence import apply_sequence_parallelism
+from hpctrain.parallel.tensor import ColumnFanOut, ColumnHead, Region, RowLinear, VocabParallelEmbedding
 
 Records = dict[str, Placement]
 
@@ -54,12 +56,17 @@ def build_chunks(config: RunConfig, mesh: Mesh, materialize: bool = True) -> tup
 def parallelize(model: Transformer, stage: Stage, mesh: Mesh, config: RunConfig, records: Records) -> None:
     """Turn a plain model on the meta device into this rank's part of one stage, in place.
 
-    Order: keep the stage's parts, cut every parameter to its box, tensor parallelism.
+    Order: keep the stage's parts, cut every parameter to its box, tensor parallelism, sequence parallelism,
+    recomputation.
     """
     model.take(stage.layers, stage.first, stage.last)
     cut_parameters(model, records)
     if mesh.tp.size > 1:
-        apply_tensor_parallelism(model, mesh, config.train.overlap, records)
+        region = Region(mesh.tp, config.parallel.sp, config.train.overlap)
+        apply_tensor_parallelism(model, mesh, region, records)
+        if region.sequence:
+            apply_sequence_parallelism(model, mesh, records)
+    apply_recomputation(model, config.train.recompute)
 
 
 def cut_parameters(model: nn.Module, records: Records) -> None:
@@ -71,23 +78,23 @@ def cut_parameters(model: nn.Module, records: Records) -> None:
             _set(model, name, torch.empty(record.local_shape, device="meta", dtype=parameter.dtype))
 
 
-def apply_tensor_parallelism(model: Transformer, mesh: Mesh, overlap: bool, records: Records) -> None:
+def apply_tensor_parallelism(model: Transformer, mesh: Mesh, region: Region, records: Records) -> None:
     """Swap the layers that now hold a part for ones that talk over tp."""
 
     def column(prefix: str, fan: FanOut) -> ColumnFanOut:
         replicas = tuple(mesh.partial(records[f"{prefix}.{name}.weight"]) for name in fan)
-        return ColumnFanOut(fan, mesh.tp, replicas, overlap)
+        return ColumnFanOut(fan, region, replicas)
 
     start = cut_of(model.model, "vocab", mesh.tp.size, mesh.tp.index)[0]
     if model.embedding is not None:
-        model.embedding = VocabParallelEmbedding(model.embedding, start, mesh.tp)
+        model.embedding = VocabParallelEmbedding(model.embedding, start, region)
     for index, layer in model.numbered_layers():
         layer.attention.qkv = column(f"layers.{index}.attention.qkv", layer.attention.qkv)
-        layer.attention.output = RowLinear(_linear(layer.attention.output), mesh.tp)
+        layer.attention.output = RowLinear(_linear(layer.attention.output), region)
         layer.mlp.inputs = column(f"layers.{index}.mlp.inputs", layer.mlp.inputs)
-        layer.mlp.down = RowLinear(_linear(layer.mlp.down), mesh.tp)
+        layer.mlp.down = RowLinear(_linear(layer.mlp.down), region)
     if model.head is not None:
-        model.head = ColumnHead(model.head, mesh.tp, mesh.alone, overlap)
+        model.head = ColumnHead(model.head, region, mesh.alone)
     model.loss = VocabParallelCrossEntropy(model.loss, start, model.model.vocab, mesh.tp)
 
 

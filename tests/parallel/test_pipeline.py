@@ -18,7 +18,7 @@ MODELS = {
     "long-tied": dict(layers=9, tied=True),
 }
 
-# model, size of a micro-batch out of 8 samples, ranks, parallel
+# Model, size of a micro-batch out of 8 samples, ranks, parallel. Those with sp also compute activations again.
 CASES = {
     "gpipe": ("plain", 2, 2, dict(pp=2, schedule="gpipe")),
     "gpipe-one": ("plain", 8, 2, dict(pp=2, schedule="gpipe")),
@@ -44,25 +44,24 @@ CASES = {
     "zb-v-three": ("long-tied", 1, 3, dict(pp=3, schedule="zb-v", chunks=2)),
     "zb-v-tp": ("gpt", 2, 4, dict(pp=2, tp=2, schedule="zb-v", chunks=2)),
     "zb-v-dp": ("long-tied", 2, 4, dict(pp=2, schedule="zb-v", chunks=2)),
+    "1f1b-sp": ("gpt", 2, 4, dict(pp=2, tp=2, sp=True)),
+    "interleaved-sp-dp": ("tied", 1, 8, dict(pp=2, tp=2, sp=True, schedule="interleaved", chunks=2)),
+    "zb-v-sp": ("gpt", 1, 4, dict(pp=2, tp=2, sp=True, schedule="zb-v", chunks=2)),
     "interleaved-tp": ("gpt", 2, 4, dict(pp=2, tp=2, schedule="interleaved", chunks=2, stage_layers=(2, 1, 2, 0))),
 }
 
 
-def config_of(name, precision="float64", **sections):
-    model, micro_batch, _, parallel = CASES[name]
-    return make_config(
-        model=MODELS[model], parallel=parallel, train=dict(micro_batch=micro_batch, precision=precision), **sections
-    )
-
-
 @functools.cache
-def expected(model):
-    return reference(make_config(model=MODELS[model]))
+def expected(model, seq):
+    return reference(make_config(model=MODELS[model], data=dict(seq=seq)))
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_equals_one_process(ranks, name):
-    config, world = config_of(name), CASES[name][2]
-    got, want = assemble(config, ranks(world, run, config, world)), expected(CASES[name][0])
+    model, micro_batch, world, parallel = CASES[name]
+    seq, recompute = (12, "full") if parallel.get("sp") else (13, "none")
+    train = dict(micro_batch=micro_batch, recompute=recompute)
+    config = make_config(model=MODELS[model], parallel=parallel, data=dict(seq=seq), train=train)
+    got, want = assemble(config, ranks(world, run, config, world)), expected(model, seq)
     assert got.gradients.keys() == got.weights.keys() == want.weights.keys()
     compare(got, want, 1e-9)

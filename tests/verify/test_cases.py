@@ -11,7 +11,8 @@ SMALL = ["model.layers=4", "train.global_batch=8", "train.micro_batch=2"]
 
 
 def test_bare_names_are_parallel_and_dp_counts_ranks() -> None:
-    text = "tp=2 ; dp=2,sharding.stage=1;pp=2, parallel.schedule=gpipe ,dp=2;pp=2,stage_layers=[1,3],train.micro_batch=1;"
+    text = "tp=2 ; dp=2,sharding.stage=1;pp=2, parallel.schedule=gpipe ,dp=2;"
+    text += "pp=2,stage_layers=[1,3],train.micro_batch=1;"
     found = cases(text, "gpt-tiny", SMALL, 3, "float64")
     assert [(c.text, c.world, c.refused) for c in found] == [
         ("tp=2", 2, ""),

@@ -88,9 +88,9 @@ def test_ranks_that_disagree_or_pieces_that_overlap_or_lack_are_refused() -> Non
         assemble(CONFIG, two)
     two = shares()
     two[1].weights = two[0].weights[:1]
-    with pytest.raises(TrainError, match="every value of weight embedding.weight exactly once"):
+    with pytest.raises(TrainError, match=r"every value of weight embedding\.weight exactly once"):
         assemble(CONFIG, two)
     two = shares()
     two[0].gradients = two[0].gradients[1:]
-    with pytest.raises(TrainError, match="every value of gradient embedding.weight exactly once"):
+    with pytest.raises(TrainError, match=r"every value of gradient embedding\.weight exactly once"):
         assemble(CONFIG, two)

@@ -27,7 +27,8 @@ def verify(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, st
 
 
 def test_layouts_pass_each_with_its_own_tolerance(capsys: pytest.CaptureFixture[str]) -> None:
-    layouts = "tp=2,sp=true;pp=2,schedule=1f1b;pp=2,schedule=zb-h1;dp=2,sharding.stage=3;tp=2,pp=2,sharding.stage=1"
+    layouts = "tp=2,sp=true,data.seq=14;pp=2,schedule=1f1b;pp=2,schedule=zb-h1;"
+    layouts += "dp=2,sharding.stage=3;tp=2,pp=2,sharding.stage=1"
     status, out, err = verify(capsys, "--layouts", layouts, "--json")
     found = json.loads(out)
     assert status == 0, (found, err)
@@ -45,15 +46,15 @@ def test_layouts_pass_each_with_its_own_tolerance(capsys: pytest.CaptureFixture[
 def test_a_layout_that_computes_something_else_is_named(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Row-parallel layers that forget to sum: the ranks inherit the breakage."""
+    """An embedding whose parts are not summed: the ranks inherit the breakage."""
     from hpctrain.parallel import tensor
 
-    monkeypatch.setattr(tensor, "all_reduce_", lambda t, axis, op="sum": t)
+    monkeypatch.setattr(tensor, "reduce_from", lambda x, axis: x)
     status, out, err = verify(capsys, "--layouts", "tp=2;dp=2;tp=3")
     assert status == 1
     assert "error: 2 of 3 layouts did not pass: tp=2; tp=3." in err
     lines = out.splitlines()
-    assert "DIFFERS" in lines[1] or "did not run" in lines[1]
+    assert lines[1].startswith("tp=2 ") and lines[1].endswith("DIFFERS")
     assert lines[2].split()[:4] == ["dp=2", "2", "none", "float64"] and lines[2].endswith("ok")
     assert "did not run" in lines[3] and "tp=3: parallel.tp=3: must divide model.heads=4" in out
     assert "float64: only the order of sums may differ, so 1e-09" in out

@@ -9,6 +9,7 @@ from contextlib import suppress
 
 from hpctrain.errors import LaunchError
 from hpctrain.launch.client import call
+from hpctrain.launch.identity import slurm_job
 
 LEAD_VARIABLE = "HPCTRAIN_SIGNAL_LEAD_S"
 """Set by the batch script: seconds before the time limit at which Slurm was told to warn."""
@@ -38,7 +39,7 @@ class TimeLimit:
     @staticmethod
     def of_job(env: Mapping[str, str]) -> TimeLimit | None:
         """That of the job whose environment this is; None where it is no job of Slurm's, or Slurm does not say."""
-        job = env.get("SLURM_JOB_ID")
+        job = slurm_job(env)
         if not job or "SLURM_PROCID" not in env:
             return None
         try:

@@ -17,7 +17,7 @@ from hpctrain.lab import Cluster, kill_node, start_node
 from hpctrain.launch.jobs import locate, wait
 from hpctrain.launch.postmortem import reasons
 from tests.launch.test_submit_lab import on_the_lab, until
-from tests.launch.test_survival_lab import TINY, losses, records
+from tests.launch.training import FOUR, TINY, losses, records
 
 pytestmark = [pytest.mark.slurm, pytest.mark.xdist_group("slurm"), pytest.mark.usefixtures("on_the_lab")]
 assert on_the_lab
@@ -39,7 +39,17 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def submit(folder: Path, corpus: Path, *settings: str) -> str:
     """A job of two ranks on each of two nodes, once it has done some steps."""
-    arguments = ["submit", "gpt-tiny", *TINY, "name=run", f"folder={folder}", f"data.corpus={corpus}", *settings]
+    arguments = [
+        "submit",
+        "gpt-tiny",
+        *TINY,
+        *FOUR,
+        "checkpoint.every=0",
+        "name=run",
+        f"folder={folder}",
+        f"data.corpus={corpus}",
+        *settings,
+    ]
     with pytest.raises(SystemExit) as end:
         main(arguments)
     assert end.value.code in (0, None)

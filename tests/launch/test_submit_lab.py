@@ -77,7 +77,9 @@ def test_ranks_find_what_the_plan_says(tmp_path: Path) -> None:
     assert {r["SLURM_CPUS_PER_TASK"] for r in found} == {"2"}
     assert {str(r["code"]) for r in found} == {str(job.code / "hpctrain" / "__init__.py")}
     assert {r["cwd"] for r in found} == {str(tmp_path / "run")}
-    assert {tuple(r["handlers"]) for r in found} == {("SIG_DFL", "SIG_DFL", "SIG_DFL")}, "none is submitit's"
+    assert {tuple(r["handlers"]) for r in found} == {("SIG_DFL", "SIG_DFL", "hpctrain.launch.task")}, (
+        "none is submitit's"
+    )
     assert Job.read(tmp_path / "run") == job
     assert {path.name for path in (job.logs / job.ids[0]).iterdir()} == {f"rank-{rank}.log" for rank in range(4)}
     (folder,) = (tmp_path / "run" / "jobs").iterdir()

@@ -7,12 +7,22 @@ keeps one line a life; a number of lives in a row that began at the same step me
 from __future__ import annotations
 
 import json
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from hpctrain.checkpoint.lock import RunFolderInUse
 from hpctrain.errors import LaunchError
 
 FILE = "lives.jsonl"
+SUCCESSOR = "successor"
+"""File with the key of a life that waits for an earlier one of the same job to go."""
+
+WAIT_S = 180.0
+"""How long it waits: the earlier life looks at the end of each step, and then saves."""
+
 MAX_WITHOUT_PROGRESS = 3
 """Lives in a row that may begin at the same step."""
 
@@ -71,3 +81,49 @@ def in_a_row(all_lives: list[Life]) -> int:
             break
         count += 1
     return count
+
+
+@contextmanager
+def succeed(
+    folder: Path, key: str, restarts: int, hold: Callable[[Path], AbstractContextManager[None]]
+) -> Iterator[None]:
+    """Hold a run folder, in a requeued job also against an earlier life of it that still trains.
+
+    Slurm starts a job anew when a node does not answer; where only its slurmd died, the ranks there know nothing of it.
+
+    Args:
+        folder: of the run.
+        key: of this life.
+        restarts: how often the job was requeued.
+        hold: the lock.
+
+    Raises:
+        RunFolderInUse: it is another job's, or the earlier life does not go.
+    """
+    deadline = time.monotonic() + (WAIT_S if restarts else 0.0)
+    file = folder / SUCCESSOR
+    with ExitStack() as held:
+        while True:
+            try:
+                held.enter_context(hold(folder))
+                break
+            except RunFolderInUse:
+                if time.monotonic() >= deadline:
+                    raise
+                file.write_text(key)
+                time.sleep(0.5)
+        file.unlink(missing_ok=True)
+        yield
+
+
+def succeeded(folder: Path, key: str) -> bool:
+    """Whether a later life of the job of `key` waits for the run folder."""
+    with suppress(OSError):
+        other = (folder / SUCCESSOR).read_text()
+        return other != key and _job(other) == _job(key)
+    return False
+
+
+def _job(key: str) -> str:
+    """A key is `slurm-JOB-STEP-RESTART`."""
+    return "-".join(key.split("-")[:2])

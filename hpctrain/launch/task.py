@@ -23,7 +23,8 @@ _BEING_ENDED = ("COMPLETING", "CANCELLED", "PENDING", "REQUEUED")
 def slurm_task(function: Callable[..., Any], args: Sequence[Any]) -> Any:
     """Call `function(*args)` as one rank.
 
-    If what it returns has `stopped` set, it was asked to stop and has saved: the job is requeued.
+    If what it returns has `stopped` set, it was asked to stop and has saved: the job is requeued, unless `outlived`
+    says that it runs anew already.
 
     What is pickled at submission is this, a function's name and plain settings, so it decides nothing that a rank
     has to find out when it starts, such as the checkpoint to continue from.
@@ -35,7 +36,11 @@ def slurm_task(function: Callable[..., Any], args: Sequence[Any]) -> Any:
     # One more warning must not end a rank that has saved. Threads that began while it listened do not block it.
     signal.signal(WARNING, _heed_not)
     value = run_rank(function, args)
-    if getattr(value, "stopped", False) and os.environ.get("SLURM_PROCID") == "0":
+    if (
+        getattr(value, "stopped", False)
+        and not getattr(value, "outlived", False)
+        and os.environ.get("SLURM_PROCID") == "0"
+    ):
         requeue_self(os.environ)
     return value
 

@@ -2,10 +2,25 @@
 
 from __future__ import annotations
 
-import pytest
+import time
 
+import pytest
+import torch.distributed as dist
+
+from hpctrain.checkpoint.lock import RunFolderInUse, hold
 from hpctrain.errors import LaunchError
-from hpctrain.launch.lives import FILE, MAX_WITHOUT_PROGRESS, Life, begin, in_a_row, lives
+from hpctrain.launch import stop
+from hpctrain.launch.lives import (
+    FILE,
+    MAX_WITHOUT_PROGRESS,
+    SUCCESSOR,
+    Life,
+    begin,
+    in_a_row,
+    lives,
+    succeed,
+    succeeded,
+)
 
 
 def test_lives_that_begin_at_the_same_step_are_counted(tmp_path):
@@ -23,3 +38,44 @@ def test_a_torn_line_is_left_out(tmp_path):
     with (tmp_path / FILE).open("a") as file:
         file.write('{"key": "b", "st')
     assert lives(tmp_path) == [Life("a", 1)] and lives(tmp_path / "nowhere") == []
+
+
+def train_until_outlived(folder, key, seconds):
+    """An earlier life: holds the folder until a later one of its job waits. Runs in a process of its own."""
+    stop.LOOK_S = 0.1
+    asked = stop.StopRequest(replaced=lambda: succeeded(folder, key))
+    end = time.monotonic() + seconds
+    with hold(folder):
+        (folder / "holds").touch()
+        while not asked.at_boundary() and time.monotonic() < end:
+            time.sleep(0.05)
+        return asked.outlived, asked.reason
+
+
+def follow(folder, key, restarts):
+    """A later life. Returns whether the file by which it made itself known is gone."""
+    while not (folder / "holds").exists():
+        time.sleep(0.05)
+    with succeed(folder, key, restarts, hold):
+        return not (folder / SUCCESSOR).exists()
+
+
+def either(folder, later, restarts):
+    if dist.get_rank() == 0:
+        return train_until_outlived(folder, "slurm-7-0-0", 3.0)
+    try:
+        return follow(folder, later, restarts)
+    except RunFolderInUse as error:
+        return str(error)
+
+
+def test_an_earlier_life_of_a_job_makes_way_for_a_later_one(ranks, tmp_path):
+    earlier, later = ranks(2, either, tmp_path, "slurm-7-0-1", 1)
+    assert earlier == (True, "a later life of this job, which Slurm has started elsewhere") and later is True
+
+
+@pytest.mark.parametrize(("key", "restarts"), [("slurm-8-0-0", 0), ("slurm-8-0-1", 1)])
+def test_the_life_of_another_job_is_not_made_way_for(ranks, tmp_path, key, restarts):
+    earlier, later = ranks(2, either, tmp_path, key, restarts)
+    assert earlier[0] is False
+    assert later is True if restarts else "is in use by process" in later

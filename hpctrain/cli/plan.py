@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from hpctrain.layout.timeline import Timeline, Times
 
 F = TypeVar("F", bound=Callable[..., Any])
-MOST = 200_000
+MOST = 50_000
 """Forwards of one schedule that are played in seconds."""
 NO_CLAIM = "none for these sizes and times (see docs/schedules.md)"
 

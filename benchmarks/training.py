@@ -85,6 +85,7 @@ def ours(config: RunConfig, world: int, steps: int) -> float:
     from hpctrain.parallel.comm import barrier
     from hpctrain.parallel.mesh import build_mesh
     from hpctrain.parallel.parallelize import build_model
+    from hpctrain.parallel.pipeline import Pipeline
     from hpctrain.sharding.build import build_engine
     from hpctrain.train.loop import train_step
 
@@ -92,12 +93,13 @@ def ours(config: RunConfig, world: int, steps: int) -> float:
     mesh = build_mesh(layout, torch.device("cpu"), replica_groups(config.model, layout))
     model, records = build_model(config, mesh)
     engine = build_engine([model], records, mesh, config)
+    pipeline = Pipeline(engine, mesh, config)
     size = config.train.global_batch // layout.dp
     tokens = torch.randint(0, config.model.vocab, (size, config.data.seq + 1))
     batch = Batch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous(), None, torch.arange(size))
 
     def step() -> None:
-        train_step(config, mesh, engine, batch, 1e-3)
+        train_step(config, pipeline, engine, batch, 1e-3)
         barrier(mesh.world)
 
     return _rate(step, steps, config.train.global_batch * config.data.seq)

@@ -1,4 +1,4 @@
-"""What the pages in `docs` show is so: commands, what they print, profiles, tables."""
+"""What the pages in `docs` show is so: their commands, what they print, profiles, tables."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ import pytest
 from click.testing import CliRunner
 
 from hpctrain.cli import main
+from hpctrain.config.load import load
+from hpctrain.config.validate import validate
 from hpctrain.launch.profile import Profile, site
 from hpctrain.layout.schedule import SCHEDULES
 from hpctrain.layout.schedule_claims import claimed_bubble, claimed_peak
@@ -20,7 +22,8 @@ TEXT = (DOCS / "slurm.md").read_text()
 SCHEDULE_PAGE = (DOCS / "schedules.md").read_text()
 COMMANDS = [
     shlex.split(line)[1:]
-    for block in re.findall(r"^```sh\n(.*?)^```", TEXT + SCHEDULE_PAGE, re.MULTILINE | re.DOTALL)
+    for page in sorted(DOCS.glob("*.md"))
+    for block in re.findall(r"^```sh\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL)
     for line in block.splitlines()
     if line.startswith("hpctrain ")
 ]
@@ -31,6 +34,12 @@ PROFILES = re.findall(r"^```yaml\n(.*?)^```", TEXT, re.MULTILINE | re.DOTALL)
 @pytest.mark.parametrize("arguments", COMMANDS, ids=" ".join)
 def test_commands_parse(arguments: list[str]) -> None:
     parse(arguments)
+
+
+@pytest.mark.parametrize("arguments", [a for a in COMMANDS if a[0] == "train"], ids=" ".join)
+def test_trainings_could_start(arguments: list[str]) -> None:
+    config = load(arguments[1], arguments[2:])
+    validate(config, config.cluster.nodes * config.cluster.gpus_per_node)
 
 
 @pytest.mark.parametrize("index", range(len(PROFILES)))

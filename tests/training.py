@@ -6,6 +6,7 @@ clipping and AdamW.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -62,7 +63,7 @@ class Trace:
     weights: dict[str, Tensor] = field(default_factory=dict)
 
 
-def reference(config: RunConfig, steps: int = 3) -> Trace:
+def reference(config: RunConfig, steps: int = 3, batches: Sequence[Batch] = (), lr: Sequence[float] = LR) -> Trace:
     """Train in one process in float64 with nothing of ours but the model."""
     loss = CrossEntropy(config.train.label_smoothing, config.train.z_loss)
     model = Transformer(config.model, config.train.seed, loss)
@@ -78,7 +79,7 @@ def reference(config: RunConfig, steps: int = 3) -> Trace:
     optimizer = torch.optim.AdamW(groups, betas=(o.beta1, o.beta2), eps=o.eps)
     trace = Trace()
     for step in range(steps):
-        batch = global_batch(config, step)
+        batch = batches[step] if batches else global_batch(config, step)
         optimizer.zero_grad()
         total = model(batch) / batch.valid_tokens
         total.backward()
@@ -86,7 +87,7 @@ def reference(config: RunConfig, steps: int = 3) -> Trace:
         if step == 0:
             trace.gradients = {n: p.grad.clone() for n, p in named.items()}
         for group in optimizer.param_groups:
-            group["lr"] = LR[step]
+            group["lr"] = lr[step]
         optimizer.step()
         trace.losses.append(total.item())
         trace.norms.append(norm.item())
@@ -99,34 +100,33 @@ def make_mesh(config: RunConfig, world: int) -> Mesh:
     return build_mesh(layout, CPU, replica_groups(config.model, layout), 60)
 
 
-def train_step(engine, mesh: Mesh, config: RunConfig, step: int) -> tuple[float, float]:
+def train_step(engine, mesh: Mesh, config: RunConfig, step: int, pipeline=None) -> tuple[float, float]:
     """One optimizer step on this rank's share of the global batch: mean loss over all ranks, and the norm."""
     from hpctrain.parallel.comm import all_reduce_
+    from hpctrain.parallel.pipeline import Pipeline
 
     batch = global_batch(config, step)
     share = config.train.global_batch // mesh.dp.size
     mine = batch.split(share)[mesh.dp.index].split(config.train.micro_batch)
     engine.begin_step(batch.valid_tokens, len(mine))
-    total = torch.zeros((), dtype=torch.float64)
-    for micro_batch in mine:
-        ticket = engine.forward(0, micro_batch)
-        total += ticket.output.detach().double()
-        engine.backward(ticket)
+    total = (pipeline or Pipeline(engine, mesh, config)).train(mine)
     norm = engine.step(LR[step % len(LR)]).grad_norm
-    return (all_reduce_(total, mesh.loss) / batch.valid_tokens).item(), norm
+    return (all_reduce_(total, mesh.total) / batch.valid_tokens).item(), norm
 
 
 def run(config: RunConfig, world: int, steps: int = 3) -> list[Any]:
     """On every rank: train, and return losses, norms and the pieces of gradients and weights it owns."""
-    from hpctrain.parallel.parallelize import build_model
+    from hpctrain.parallel.parallelize import build_chunks
+    from hpctrain.parallel.pipeline import Pipeline
     from hpctrain.sharding.build import build_engine
 
     mesh = make_mesh(config, world)
-    model, records = build_model(config, mesh)
-    engine = build_engine([model], records, mesh, config)
+    chunks, records = build_chunks(config, mesh)
+    engine = build_engine(chunks, records, mesh, config)
+    pipeline = Pipeline(engine, mesh, config)
     losses, norms, gradients = [], [], {}
     for step in range(steps):
-        loss, norm = train_step(engine, mesh, config, step)
+        loss, norm = train_step(engine, mesh, config, step, pipeline)
         losses.append(loss)
         norms.append(norm)
         if step == 0 and config.engine == "none":

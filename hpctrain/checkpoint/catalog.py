@@ -25,6 +25,16 @@ def serial(folder: Path) -> int:
         return 0
 
 
+def out_of_reach(folder: Path) -> bool:
+    """Whether nothing can be said about a checkpoint, because its manifest is there and the machine will not give it:
+    no permission, a disk or a file server that fails."""
+    try:
+        load_manifest(folder)
+    except CheckpointError as error:
+        return isinstance(error.__cause__, OSError) and not isinstance(error.__cause__, FileNotFoundError)
+    return False
+
+
 def committed(root: Path) -> list[Path]:
     """Folders of committed steps in `RUN/checkpoints`, valid or not, in no order."""
     if not root.is_dir():

@@ -16,7 +16,7 @@ from typing import Any
 
 from hpctrain.checkpoint import files
 from hpctrain.checkpoint.boxes import incomplete
-from hpctrain.checkpoint.catalog import committed, serial, set_aside
+from hpctrain.checkpoint.catalog import committed, out_of_reach, serial, set_aside
 from hpctrain.checkpoint.manifest import (
     MANIFEST,
     PARTIAL,
@@ -142,7 +142,8 @@ def abandon(staging: Path) -> None:
 def prune(newest: Path, keep: int, refused: Sequence[Verdict] = ()) -> None:
     """Delete all but the `keep` last commits. Those of a step that was committed again go first.
 
-    What was refused takes the place of none of them. It is set aside under another name, and deleted when all
+    What could not be judged, because it cannot be read at the moment, is left alone, and takes no place either. What
+    was refused takes the place of none of them. It is set aside under another name, and deleted when all
     `keep` places are taken by newer commits.
 
     Args:
@@ -157,7 +158,8 @@ def prune(newest: Path, keep: int, refused: Sequence[Verdict] = ()) -> None:
             _set_aside(verdict.path)
     kept: dict[int | None, Path] = {parse_step(newest.name): newest}
     doomed = []
-    for folder in sorted(committed(root), key=serial, reverse=True):
+    within_reach = [folder for folder in committed(root) if not out_of_reach(folder)]
+    for folder in sorted(within_reach, key=serial, reverse=True):
         step = parse_step(folder.name)
         if folder == newest or (step not in kept and len(kept) < keep):
             kept[step] = folder

@@ -181,7 +181,9 @@ def _text(value: object) -> str:
 
 def _layout(layout: object) -> str:
     if isinstance(layout, dict):
-        return " ".join(f"{axis}={n}" for axis, n in layout.items() if n != 1) or "1 rank"
+        usual = (1, None, False, "1f1b")
+        wide = ["sp" if n is True else f"{key}={n}" for key, n in layout.items() if n is True or n not in usual]
+        return " ".join(wide) or "1 rank"
     return _text(layout)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from pathlib import Path
 
@@ -21,11 +22,14 @@ def generate(
 ) -> None:
     """Sample text from the newest checkpoint in the folder RUN, or from the checkpoint RUN.
 
-    parallel.tp=N reads the checkpoint under another tensor parallelism, on N ranks of this machine.
+    parallel.tp=N reads the checkpoint under another tensor parallelism, on N ranks of this machine. A run's
+    pipeline is not used.
     """
     from hpctrain.config.load import load
-    from hpctrain.errors import CheckpointError
+    from hpctrain.errors import CheckpointError, ConfigError
 
+    if not math.isfinite(temperature):
+        raise ConfigError("--temperature", temperature, "must be finite", "0 takes the likeliest token")
     path = next((p for p in (run / "config.yaml", run.parent.parent / "config.yaml") if p.exists()), None)
     if path is None:
         raise CheckpointError(f"{run} is not a run folder (no config.yaml): give the folder that training named.")
@@ -37,6 +41,8 @@ def generate(
     config = load(path, overrides)
     settings = config.model_dump(mode="json")
     settings["sharding"] |= {"engine": "none", "stage": 0}
+    settings["parallel"] |= {"pp": 1, "schedule": "1f1b", "chunks": 1, "stage_layers": None}
+    settings["parallel"] |= {"sp": False}  # a way to keep less for backward; the context here has any length
     settings["cluster"] |= {"nodes": 1, "gpus_per_node": config.parallel.tp}
     validate(RunConfig.model_validate(settings), config.parallel.tp)
     how = Sampling(tokens, temperature, top_k, seed)

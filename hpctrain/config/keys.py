@@ -22,7 +22,7 @@ class Key:
 
     Attributes:
         path: dotted path.
-        kind: `int`, `float`, `bool`, `text`, `path`, `choice` or `section`.
+        kind: `int`, `float`, `bool`, `text`, `path`, `choice`, `list` or `section`.
         default: value when it is not set; None for a section.
         allowed: what is accepted, in words.
         description: what it means.
@@ -89,6 +89,8 @@ def _kind(annotation: Any, field: FieldInfo) -> tuple[str, str]:
         return "bool", "true or false"
     if annotation is Path:
         return "path", "a path"
+    if get_origin(annotation) is tuple:
+        return "list", f"a list, each {_kind(get_args(annotation)[0], field)[1]}"
     assert annotation is str, annotation
     pattern = next((m.pattern for m in limits if getattr(m, "pattern", None)), None)
     return "text", "text" + (f" that matches {pattern}" if pattern else "")

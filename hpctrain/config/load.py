@@ -113,6 +113,8 @@ def _leaves(tree: Tree, prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 def _override(tree: Tree, text: str) -> str:
     """Set what a `key=value` says; returns the key."""
+    if not text.isprintable() and any("\ud800" <= letter <= "\udfff" for letter in text):
+        raise ConfigError("override", ascii(text), "must be text in UTF-8")
     path, equals, value = text.partition("=")
     path = path.strip()
     if not equals or not path:
@@ -136,8 +138,15 @@ def _override(tree: Tree, text: str) -> str:
         if not isinstance(inside, dict):
             inside = tree[section] = {}
         tree = inside
-    tree[name] = parsed
+    tree[name] = _merged(tree.get(name), parsed) if key.kind == "section" else parsed
     return path
+
+
+def _merged(old: Any, new: Any) -> Any:
+    """A section with some of its keys set anew; the others stay."""
+    if not isinstance(old, dict) or not isinstance(new, dict):
+        return new
+    return {**old, **{name: _merged(old.get(name), value) for name, value in new.items()}}
 
 
 def _value(key: Key, text: str) -> Any:

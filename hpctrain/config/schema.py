@@ -10,12 +10,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 Count = Annotated[int, Field(ge=1)]
 Natural = Annotated[int, Field(ge=0)]
 Fraction = Annotated[float, Field(ge=0.0, lt=1.0)]
 Positive = Annotated[float, Field(gt=0.0)]
+UserPath = Annotated[Path, AfterValidator(Path.expanduser)]
 NonNegative = Annotated[float, Field(ge=0.0)]
 
 Precision = Literal["float32", "bf16", "fp16", "float64"]
@@ -41,7 +42,7 @@ class RopeScaling(Section):
 class ModelConfig(Section):
     """The shape of a decoder-only transformer."""
 
-    layers: Count = Field(4, description="Transformer layers.")
+    layers: Annotated[int, Field(ge=1, le=10000)] = Field(4, description="Transformer layers.")
     hidden: Count = Field(128, description="Width of the residual stream.")
     heads: Count = Field(4, description="Query heads of a layer.")
     kv_heads: Count | None = Field(None, description="Fewer than heads is GQA, 1 is MQA; default heads.")
@@ -90,10 +91,16 @@ class ParallelConfig(Section):
 
     tp: Count = Field(1, description="Tensor parallelism: heads, MLP width and vocabulary are split.")
     sp: bool = Field(
-        False,
-        description="Norms and residuals split over the sequence, beside tp. Not in this version.",
+        False, description="Beside tp: norms, dropout and residuals are split over the sequence, on the same ranks."
     )
-    pp: Count = Field(1, description="Pipeline stages. Not in this version.")
+    pp: Count = Field(1, description="Pipeline parallelism: the layers are split; ranks hand hidden states on.")
+    schedule: Literal["gpipe", "1f1b", "interleaved", "zb-h1", "zb-v"] = Field(
+        "1f1b", description="Order of a pipeline's work; interleaved and zb-v need chunks, zb-* engine none."
+    )
+    chunks: Count = Field(1, description="Virtual stages a rank of the pipeline holds.")
+    stage_layers: tuple[Natural, ...] | None = Field(
+        None, description="Layers of each of the pp x chunks virtual stages; null splits them evenly."
+    )
     cp: Count = Field(1, description="Context parallelism: the sequence is split. Not in this version.")
     ep: Count = Field(1, description="Expert parallelism. Not in this version.")
     etp: Count = Field(1, description="Tensor parallelism inside an expert: 1 or tp. Not in this version.")
@@ -128,18 +135,22 @@ class ClusterConfig(Section):
     nodes: Count = Field(1, description="Machines of the job; a launcher that started the ranks knows better.")
     gpus_per_node: Count = Field(1, description="Ranks on a node, without GPUs on its CPUs; a launcher knows better.")
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto takes a GPU where there is one.")
-    timeout_s: Positive = Field(600.0, description="Longest wait of any collective, seconds.")
-    silence_s: Positive = Field(
+    timeout_s: Annotated[float, Field(gt=0.0, le=1e7)] = Field(
+        600.0, description="Longest wait of any collective, seconds."
+    )
+    silence_s: Annotated[float, Field(gt=0.0, le=1e7)] = Field(
         30.0, description="Seconds without a sign of life after which a rank that others wait for counts as hung."
     )
-    threads: Natural = Field(0, description="CPU threads a rank; 0 is its CPUs over the ranks on the node.")
+    threads: Annotated[int, Field(ge=0, le=4096)] = Field(
+        0, description="CPU threads a rank; 0 is its CPUs over the ranks on the node."
+    )
     profile: str = Field("generic", description="Site profile of `hpctrain submit`: a name, or a YAML file.")
 
 
 class DataConfig(Section):
     """What is read, and in which pieces."""
 
-    corpus: Path = Field(Path("corpus.h5"), description="HDF5 file written by `hpctrain data build`.")
+    corpus: UserPath = Field(Path("corpus.h5"), description="HDF5 file written by `hpctrain data build`.")
     seq: Count = Field(256, description="Tokens in a sample.")
     validation: Fraction = Field(0.01, description="Share of the documents, the last ones, kept for validation.")
     document_mask: bool = Field(True, description="Attention and loss stop at document boundaries.")
@@ -188,6 +199,9 @@ class TrainConfig(Section):
     log_every: Count = Field(10, description="Steps between lines of the log.")
     max_skipped: Count = Field(5, description="Non-finite steps in a row after which the job stops.")
     loss_scale: Annotated[float, Field(ge=1.0, le=1e30)] = Field(65536.0, description="fp16: initial loss scale.")
+    recompute: Literal["none", "selective", "full"] = Field(
+        "none", description="Activations computed again in backward: none, attention's, or those of every layer."
+    )
     overlap: bool = Field(True, description="Reductions run beside computation where that is exact.")
 
 
@@ -200,7 +214,7 @@ class CheckpointConfig(Section):
     resume: Literal["auto", "never", "must"] = Field(
         "auto", description="auto continues from the newest valid checkpoint of the run folder if there is one."
     )
-    continue_from: Path | None = Field(
+    continue_from: UserPath | None = Field(
         None, description="A checkpoint of another run to go on from, its step included, if this run has none."
     )
 
@@ -209,7 +223,7 @@ class RunConfig(Section):
     """A whole run."""
 
     name: str = Field("run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", description="Names the run folder.")
-    folder: Path = Field(Path("runs"), description="Run folders are made in here.")
+    folder: UserPath = Field(Path("runs"), description="Run folders are made in here.")
     model: ModelConfig = ModelConfig()
     parallel: ParallelConfig = ParallelConfig()
     sharding: ShardingConfig = ShardingConfig()

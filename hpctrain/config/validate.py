@@ -13,6 +13,7 @@ from hpctrain.config.schema import RunConfig
 from hpctrain.errors import ConfigError
 from hpctrain.layout.layout import Layout
 from hpctrain.layout.placement import misfit, tp_sizes
+from hpctrain.layout.schedule import ZERO_BUBBLE, make_schedule
 
 Rule = Callable[[RunConfig], None]
 LayoutRule = Callable[[RunConfig, Layout], None]
@@ -32,11 +33,9 @@ def validate(config: RunConfig, world: int) -> None:
 
 
 def _available(config: RunConfig) -> None:
-    for axis, name in {"pp": "pipeline", "cp": "context", "ep": "expert", "etp": "expert tensor"}.items():
+    for axis, name in {"cp": "context", "ep": "expert", "etp": "expert tensor"}.items():
         if (size := getattr(config.parallel, axis)) > 1:
             _refuse(f"parallel.{axis}", size, f"{name} parallelism is not available in this version", "use 1")
-    if config.parallel.sp:
-        _refuse("parallel.sp", True, "sequence parallelism is not available in this version", "use false")
     if config.engine == "fsdp":
         _refuse("sharding.engine", "fsdp", "is not available in this version", "use deepspeed with sharding.stage=3")
 
@@ -141,6 +140,44 @@ def _tensor_parallel(config: RunConfig, layout: Layout) -> None:
         _refuse("parallel.tp", tp, reasons[cut], f"use {_either(tp_sizes(model, layout.world))}")
 
 
+def _pipeline(config: RunConfig) -> None:
+    parallel, layers = config.parallel, config.model.layers
+    number = parallel.pp * parallel.chunks
+    if parallel.pp == 1:
+        for key, usual in (("chunks", 1), ("stage_layers", None)):
+            if (value := getattr(parallel, key)) != usual:
+                _refuse(f"parallel.{key}", value, "a pipeline has parallel.pp of at least 2", f"use {_yaml(usual)}")
+    make_schedule(parallel.schedule, parallel.pp, parallel.chunks, 1)
+    if parallel.schedule in ZERO_BUBBLE and config.engine != "none":
+        reason = "leaves gradients of weights for later, and DeepSpeed takes them in the hooks of one whole backward"
+        _refuse("parallel.schedule", parallel.schedule, reason, "use 1f1b or interleaved, or sharding.stage=0")
+    sizes = parallel.stage_layers
+    if sizes is None and layers < number:
+        reason = (
+            f"pp x chunks = {parallel.pp} x {parallel.chunks} virtual stages need as many layers; there are {layers}"
+        )
+        _refuse("parallel.pp", parallel.pp, reason, "use fewer, or name the layers of each in parallel.stage_layers")
+    if sizes is None:
+        return
+    if len(sizes) != number or sum(sizes) != layers:
+        reason = f"must be {number} numbers (pp x chunks) with the sum {layers} (model.layers)"
+        _refuse("parallel.stage_layers", list(sizes), reason, "use null for an even split")
+    if 0 in sizes[1:-1]:
+        reason = "only the first and the last stage can do without layers"
+        _refuse("parallel.stage_layers", list(sizes), reason, "give every other stage at least 1")
+
+
+def _sequence_parallel(config: RunConfig, layout: Layout) -> None:
+    seq, tp = config.data.seq, layout.tp
+    if not layout.sp:
+        return
+    if tp == 1:
+        _refuse("parallel.sp", True, "splits the sequence over the ranks of parallel.tp, which is 1", "use false")
+    if seq % tp:
+        near = [n for n in (seq // tp * tp, (seq // tp + 1) * tp) if n]
+        _refuse("data.seq", seq, f"must be a multiple of parallel.tp={tp} with parallel.sp", f"use {_either(near)}")
+
+
 def _batch(config: RunConfig, layout: Layout) -> None:
     batch, micro = config.train.global_batch, config.train.micro_batch
     group = layout.dp * micro
@@ -160,16 +197,21 @@ RULES: tuple[Rule, ...] = (
     _attention_shape,
     _positions,
     _sharding_rules,
+    _pipeline,
     _folder,
     _learning_rate,
     _evaluation,
     _checkpoints,
 )
-LAYOUT_RULES: tuple[LayoutRule, ...] = (_tensor_parallel, _batch)
+LAYOUT_RULES: tuple[LayoutRule, ...] = (_tensor_parallel, _sequence_parallel, _batch)
 
 
 def _refuse(path: str, value: object, allowed: str, fix: str = "") -> None:
     raise ConfigError(path, value, allowed, fix)
+
+
+def _yaml(value: object) -> str:
+    return "null" if value is None else str(value)
 
 
 def _divisors(n: int) -> list[int]:

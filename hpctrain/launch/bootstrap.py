@@ -108,14 +108,23 @@ def process_group(
     if identity.one_host:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     cuda = place.type == "cuda"
-    dist.init_process_group(
-        "nccl" if cuda else "gloo",
-        store=dist.PrefixStore("groups", store),  # type: ignore[attr-defined]
-        rank=identity.rank,
-        world_size=identity.world,
-        timeout=datetime.timedelta(seconds=timeout_s + MARGIN_S),
-        device_id=place if cuda else None,
-    )
+    backend = "nccl" if cuda else "gloo"
+    try:
+        dist.init_process_group(
+            backend,
+            store=dist.PrefixStore("groups", store),  # type: ignore[attr-defined]
+            rank=identity.rank,
+            world_size=identity.world,
+            timeout=datetime.timedelta(seconds=timeout_s + MARGIN_S),
+            device_id=place if cuda else None,
+        )
+    except RuntimeError as error:
+        variable = f"{backend.upper()}_SOCKET_IFNAME"
+        raise LaunchError(
+            f"rank {identity.rank} on {socket.gethostname()} cannot join the process group "
+            f"({str(error).splitlines()[0]}): check {variable}={os.environ.get(variable, '')!r}, which must name a "
+            "network interface of this node that the other nodes reach."
+        ) from None
     clock.done("init")
     meter = Meter()
     dog: Watchdog | None = None

@@ -21,7 +21,12 @@ Ranks = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Layout:
-    """Sizes of the parallel axes and the ranks they imply."""
+    """Sizes of the parallel axes and the ranks they imply; and how the layers are spread over pp.
+
+    Attributes:
+        sp: no axis: what tp does not split is split over the sequence, on the ranks of tp.
+        schedule, chunks, stage_layers: see `ParallelConfig`; what they mean is worked out in `layout/stages.py`.
+    """
 
     pp: int = 1
     dp: int = 1
@@ -29,6 +34,10 @@ class Layout:
     tp: int = 1
     ep: int = 1
     etp: int = 1
+    sp: bool = False
+    schedule: str = "1f1b"
+    chunks: int = 1
+    stage_layers: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
         for axis in (*AXES, "ep", "etp"):
@@ -60,7 +69,18 @@ class Layout:
                 f"pp x cp x tp = {parallel.pp} x {parallel.cp} x {parallel.tp} = {model} must divide the {world} ranks",
                 "change the axis, or cluster.nodes and cluster.gpus_per_node",
             )
-        return cls(parallel.pp, world // model, parallel.cp, parallel.tp, parallel.ep, parallel.etp)
+        return cls(
+            parallel.pp,
+            world // model,
+            parallel.cp,
+            parallel.tp,
+            parallel.ep,
+            parallel.etp,
+            sp=parallel.sp,
+            schedule=parallel.schedule,
+            chunks=parallel.chunks,
+            stage_layers=parallel.stage_layers,
+        )
 
     @property
     def world(self) -> int:
@@ -123,6 +143,9 @@ class Layout:
     def describe(self) -> str:
         """Short text: how many ranks, and the axes that are more than one wide."""
         wide = [f"{a}={getattr(self, a)}" for a in (*AXES, "ep", "etp") if getattr(self, a) > 1]
+        wide += ["sp"] if self.sp else []
+        if self.pp > 1:
+            wide += [f"schedule={self.schedule}"] + ([f"chunks={self.chunks}"] if self.chunks > 1 else [])
         return f"{self.world} ranks, {' '.join(wide)}" if wide else "1 rank"
 
 

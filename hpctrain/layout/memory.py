@@ -1,9 +1,10 @@
 """Bytes that a rank needs to train, before anything is allocated. Plain arithmetic over the table of parameters.
 
 State is exact: weights, gradients and optimizer state of the boxes that the rank holds. Activations are an
-estimate of what backward needs, without recomputation: per token and layer the inputs and outputs of the two
-norms, queries, keys, values and attention output, and what the MLP keeps; attention scores are taken not to be
-stored (fused attention). Allocator waste, communication buffers and the framework itself are not counted.
+estimate of what backward needs: per token and layer the inputs and outputs of the two norms, queries, keys, values
+and attention output, and what the MLP keeps; attention scores are taken not to be stored (fused attention). What is
+recomputed is there for one layer at a time. Allocator waste, communication buffers and the framework itself are not
+counted.
 """
 
 from __future__ import annotations
@@ -11,12 +12,15 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cache
 
 from hpctrain.config.schema import RunConfig
 from hpctrain.errors import ConfigError
 from hpctrain.layout.layout import Layout
-from hpctrain.layout.placement import cut_of, placements, tp_sizes
+from hpctrain.layout.placement import cut_of, placements, tied_copy, tp_sizes
+from hpctrain.layout.schedule import make_schedule
+from hpctrain.layout.stages import Stage, stages_of
 
 GIB = 2**30
 COMPUTE_BYTES = {"float32": 4, "float64": 8, "bf16": 2, "fp16": 2}
@@ -50,17 +54,39 @@ class Memory:
 
 
 def estimate(config: RunConfig, layout: Layout) -> Memory:
-    """What the fullest rank of a layout needs. Pipeline and context parallelism are not priced."""
-    assert layout.pp == layout.cp == 1, layout
-    return _estimate(config, layout, _held(config, layout))
+    """What the fullest rank of a layout needs. Context parallelism is not priced."""
+    assert layout.cp == 1, layout
+    return _fullest(config, layout, _held(config, layout))
 
 
-def _held(config: RunConfig, layout: Layout) -> list[int]:
-    """Elements of each parameter of the fullest rank, before ZeRO shards them."""
-    return [math.prod(p.local_shape) for p in placements(config.model, layout, 0).values()]
+def _fullest(config: RunConfig, layout: Layout, held: list[_Held]) -> Memory:
+    return max((_estimate(config, layout, of_rank) for of_rank in held), key=lambda memory: memory.total)
 
 
-def _estimate(config: RunConfig, layout: Layout, held: list[int]) -> Memory:
+@dataclass(frozen=True)
+class _Held:
+    """The fullest rank of a place on pp: its stages, the elements of each of its parameters before ZeRO shards them,
+    and those of the embedding's copy for a head in another stage: its values, and its gradient."""
+
+    stages: tuple[Stage, ...]
+    parameters: list[int]
+    copied: int
+    copied_gradient: int
+
+
+def _held(config: RunConfig, layout: Layout) -> list[_Held]:
+    out = []
+    for rank in (layout.rank(pp=index) for index in range(layout.pp)):
+        mine = stages_of(config.model, layout, rank)
+        parameters = [math.prod(p.local_shape) for p in placements(config.model, layout, rank).values()]
+        copy = tied_copy(config.model, layout, rank) if mine[-1].last else None
+        gradient = math.prod(copy.local_shape) if copy else 0
+        out.append(_Held(mine, parameters, 0 if mine[0].first else gradient, gradient))
+    return out
+
+
+def _estimate(config: RunConfig, layout: Layout, of_rank: _Held) -> Memory:
+    held = of_rank.parameters
     compute = COMPUTE_BYTES[config.train.precision]
     master = max(compute, 4)
     stage = config.sharding.stage if config.engine == "deepspeed" else 0
@@ -75,23 +101,51 @@ def _estimate(config: RunConfig, layout: Layout, held: list[int]) -> Memory:
     # largest fragment are drawn and copied. Engine none starts with neither: it then holds less than in a step.
     fragment = -(-max(held) // layout.dp) if stage >= 3 else min(max(held), shard)
     building = weights + optimizer + gradients * (stage >= 3) + 2 * master * fragment if stage else 0
-    return Memory(weights, gradients, optimizer, activation_bytes(config, layout.tp), building)
+    weights += compute * of_rank.copied
+    gradients += master * of_rank.copied_gradient
+    return Memory(weights, gradients, optimizer, _live_activations(config, layout, of_rank.stages), building)
 
 
-def activation_bytes(config: RunConfig, tp: int) -> int:
-    """Activations of one micro-batch that backward needs, and the logits with their gradient."""
+def _live_activations(config: RunConfig, layout: Layout, stages: tuple[Stage, ...]) -> int:
+    """Most bytes of activations that a rank keeps at once. Those of a micro-batch count from its forward until its
+    backward is complete, weights included, though a split backward frees a part of them before."""
+    micro_batches = config.train.global_batch // (layout.dp * config.train.micro_batch)
+    schedule = _schedule(layout.schedule, layout.pp, layout.chunks, max(1, micro_batches))
+    sizes = {stage.index: activation_bytes(config, layout.tp, stage) for stage in stages}
+    live = peak = 0
+    for action in schedule.ranks[stages[0].home]:
+        if action.kind == "forward":
+            live += sizes[action.stage]
+            peak = max(peak, live)
+        elif action.kind != "backward_input":
+            live -= sizes[action.stage]
+    return peak
+
+
+_schedule = cache(make_schedule)
+
+
+def activation_bytes(config: RunConfig, tp: int, stage: Stage | None = None) -> int:
+    """Activations of one micro-batch that backward needs, and the logits with their gradient; of one stage, or of the
+    whole model."""
     model, width = config.model, COMPUTE_BYTES[config.train.precision]
     wide = max(width, 4)
     heads, ffn, vocab = (cut_of(model, cut, tp, 0)[1] for cut in ("heads", "ffn", "vocab"))
-    norms = 4 * model.hidden
+    hidden = model.hidden / tp if config.parallel.sp else model.hidden  # tp divides the sequence
+    norms = 4 * hidden
     attention = 4 * heads * model.head_width  # keys and values are repeated to all heads before attention
     mlp = (4 if model.gated else 2) * ffn
-    masks = 2 * model.hidden if model.dropout else 0
-    layers = model.layers * (norms + attention + mlp + masks) * width
-    ends = 2 * model.hidden * width
-    logits = vocab * (width + 2 * wide)  # as computed, their exponentials, their gradient
+    masks = 2 * hidden if model.dropout else 0
+    layer = norms + attention + mlp + masks
+    repeated = 2 * (heads - cut_of(model, "kv_heads", tp, 0)[1]) * model.head_width
+    kept = {"none": layer, "selective": layer - repeated, "full": hidden}[config.train.recompute]
+    first, last = (True, True) if stage is None else (stage.first, stage.last)
+    number = model.layers if stage is None else len(stage.layers)
+    layers = (number * kept + bool(number) * (layer - kept)) * width
+    ends = (first + last) * hidden * width
+    logits = last * vocab * (width + 2 * wide)  # as computed, their exponentials, their gradient
     seen = config.data.seq if config.data.document_mask else 0
-    return config.train.micro_batch * config.data.seq * (layers + ends + logits + seen)
+    return round(config.train.micro_batch * config.data.seq * (layers + ends + logits + seen))
 
 
 def check_memory(config: RunConfig, layout: Layout, available: int) -> None:
@@ -106,7 +160,7 @@ def check_memory(config: RunConfig, layout: Layout, available: int) -> None:
     need = estimate(config, layout)
     if need.total <= available:
         return
-    mildest: dict[tuple[str, ...], dict[str, int]] = {}
+    mildest: dict[tuple[str, ...], dict[str, int | str]] = {}
     for changes in _alternatives(config, layout, available):
         mildest.setdefault(tuple(changes), changes)
     fewest = min(map(len, mildest), default=0)
@@ -125,24 +179,33 @@ def _gib(size: float) -> str:
     return f"{size / GIB:,.0f}" if size >= 100 * GIB else f"{size / GIB:.3g}"
 
 
-def _alternatives(config: RunConfig, layout: Layout, available: int) -> Iterator[dict[str, int]]:
-    """Changes of micro-batch, stage and tp on the same ranks that fit; the mildest of each first."""
-    micro, stage, ranks = config.train.micro_batch, config.sharding.stage, layout.world
+def _alternatives(config: RunConfig, layout: Layout, available: int) -> Iterator[dict[str, int | str]]:
+    """Changes of micro-batch, recomputation, stage and tp on the same ranks that fit; the mildest of each first."""
+    micro, stage, ranks = config.train.micro_batch, config.sharding.stage, layout.world // layout.pp
     micros = [m for m in range(micro, 0, -1) if micro % m == 0]
     fixed = config.train.precision == "float64" or config.sharding.engine == "none"
     stages = [stage] if fixed else range(stage, 4)
+    again = config.train.recompute
+    recomputes = dict.fromkeys((again, "full"))
     for tp in (t for t in tp_sizes(config.model, ranks) if t >= layout.tp):
-        resized = Layout(dp=ranks // tp, tp=tp)
+        if layout.sp and config.data.seq % tp:
+            continue
+        resized = replace(layout, dp=ranks // tp, tp=tp)
         held = _held(config, resized)
-        for s, m in itertools.product(stages, micros):
+        for s, r, m in itertools.product(stages, recomputes, micros):
             if config.train.global_batch % (resized.dp * m) or (s > stage and resized.dp == 1):
                 continue
             changed = config.model_copy(
                 update={
                     "sharding": config.sharding.model_copy(update={"stage": s}),
-                    "train": config.train.model_copy(update={"micro_batch": m}),
+                    "train": config.train.model_copy(update={"micro_batch": m, "recompute": r}),
                 }
             )
-            if _estimate(changed, resized, held).total <= available:
-                values = {"train.micro_batch": (m, micro), "sharding.stage": (s, stage), "parallel.tp": (tp, layout.tp)}
+            if _fullest(changed, resized, held).total <= available:
+                values: dict[str, tuple[int | str, int | str]] = {
+                    "train.micro_batch": (m, micro),
+                    "train.recompute": (r, again),
+                    "sharding.stage": (s, stage),
+                    "parallel.tp": (tp, layout.tp),
+                }
                 yield {key: new for key, (new, old) in values.items() if new != old}

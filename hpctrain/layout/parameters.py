@@ -34,6 +34,7 @@ class ParameterSpec:
         cuts: for each dim what it is made of, or None if it is never cut.
         init: initial values.
         layer: index of the transformer layer it belongs to; None for embedding, final norm and head.
+        output: of those, whether it comes after the layers (norm and head).
         decay: whether weight decay applies (matrices).
     """
 
@@ -42,6 +43,7 @@ class ParameterSpec:
     cuts: tuple[Cut | None, ...]
     init: Init
     layer: int | None = None
+    output: bool = False
 
     @property
     def decay(self) -> bool:
@@ -73,9 +75,10 @@ def parameter_specs(model: ModelConfig) -> tuple[ParameterSpec, ...]:
             out.append(ParameterSpec(f"{name}.bias", size[:1], cuts[:1], Init(), layer))
 
     def norm(name: str, layer: int | None) -> None:
-        out.append(ParameterSpec(f"{name}.weight", (h,), (None,), Init(constant=1.0), layer))
+        output = layer is None
+        out.append(ParameterSpec(f"{name}.weight", (h,), (None,), Init(constant=1.0), layer, output))
         if model.norm == "layernorm":
-            out.append(ParameterSpec(f"{name}.bias", (h,), (None,), Init(), layer))
+            out.append(ParameterSpec(f"{name}.bias", (h,), (None,), Init(), layer, output))
 
     out.append(ParameterSpec("embedding.weight", (model.vocab, h), ("vocab", None), normal))
     if model.position == "learned":
@@ -94,5 +97,5 @@ def parameter_specs(model: ModelConfig) -> tuple[ParameterSpec, ...]:
         linear(f"{at}.mlp.down", (h, model.ffn_width), (None, "ffn"), residual, i)
     norm("norm", None)
     if not model.tied:
-        out.append(ParameterSpec("head.weight", (model.vocab, h), ("vocab", None), normal))
+        out.append(ParameterSpec("head.weight", (model.vocab, h), ("vocab", None), normal, output=True))
     return tuple(out)

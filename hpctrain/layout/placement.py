@@ -9,11 +9,12 @@ in a checkpoint.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from hpctrain.config.schema import ModelConfig
 from hpctrain.layout.layout import Layout, Ranks, split
 from hpctrain.layout.parameters import Cut, ParameterSpec, parameter_specs, units
+from hpctrain.layout.stages import shares_embedding, stages_of
 
 Index = tuple[int, ...]
 
@@ -40,9 +41,10 @@ class Placement:
         global_shape: shape of the logical tensor.
         boxes: the blocks of it that this rank holds.
         replicas: ranks of this rank's stage and data-parallel index that hold the same boxes, ascending.
-        partial_over: axes over whose replicas the gradient arrives in parts and is summed inside autograd,
-            so that it is complete when it is accumulated.
-        tied: name of the parameter whose values this one shares on another stage, if any.
+        partial_over: axes over whose replicas the gradient arises in parts, because each uses the parameter for
+            some of the heads or for a part of the sequence. The layer that holds it makes the gradient whole
+            inside autograd, so that it is complete when it is accumulated.
+        tied: name of the parameter whose values this one shares and whose owner is on another stage, if any.
     """
 
     name: str
@@ -110,14 +112,27 @@ def place(spec: ParameterSpec, model: ModelConfig, layout: Layout, rank: int) ->
         start[dim], shape[dim] = first * unit, count * unit
     peers = layout.group_of(rank, "tp")
     replicas = peers[tp // copies * copies :][:copies]
-    partial = ("tp",) if copies > 1 and any(spec.cuts) else ()
+    partial = ("tp",) if copies > 1 and (layout.sp or any(spec.cuts)) else ()
     box = Box(tuple(start), (0,) * len(shape), tuple(shape))
     return Placement(spec.name, spec.shape, (box,), replicas, partial)
 
 
 def placements(model: ModelConfig, layout: Layout, rank: int) -> dict[str, Placement]:
-    """The records of every parameter that a rank holds."""
-    return {spec.name: place(spec, model, layout, rank) for spec in parameter_specs(model)}
+    """The records of every parameter that a rank holds: those of its stages."""
+    mine = stages_of(model, layout, rank)
+    specs = (spec for spec in parameter_specs(model) if any(stage.holds(spec) for stage in mine))
+    return {spec.name: place(spec, model, layout, rank) for spec in specs}
+
+
+def tied_copy(model: ModelConfig, layout: Layout, rank: int) -> Placement | None:
+    """The record of the head's copy of the embedding, on ranks of the last stage; None where it is no copy.
+
+    The copy is no parameter: the first stage owns the values and the gradient, in a box like it (`parallel/tied.py`).
+    """
+    if not shares_embedding(model, layout):
+        return None
+    embedding = parameter_specs(model)[0]
+    return replace(place(embedding, model, layout, rank), name="head.weight", tied=embedding.name)
 
 
 def replica_groups(model: ModelConfig, layout: Layout) -> tuple[tuple[Ranks, ...], ...]:

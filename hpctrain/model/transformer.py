@@ -1,7 +1,7 @@
 """A decoder-only transformer. It knows nothing of parallelism.
 
-Every part may be missing, so that a pipeline stage is the same module with parts taken out. Head counts are
-read off the width of what the linears return, so that a rank with half the heads runs the same code.
+Every part may be missing, so that a pipeline stage is the same module with parts taken out (`take`). Head counts
+are read off the width of what the linears return, so that a rank with half the heads runs the same code.
 Parameter names and shapes are those of `hpctrain.layout.parameters.parameter_specs`.
 """
 
@@ -76,7 +76,7 @@ class Attention(nn.Module):
         queries, keys = model.heads * self.width, model.kv * self.width
         sizes = {"q": queries, "k": keys, "v": keys}
         self.qkv = FanOut({n: nn.Linear(model.hidden, size, bias=model.bias) for n, size in sizes.items()})
-        self.core = DotProductAttention()
+        self.core: nn.Module = DotProductAttention()
         self.output: nn.Module = nn.Linear(queries, model.hidden, bias=model.bias)
 
     def forward(self, x: Tensor, rope: tuple[Tensor, Tensor] | None, mask: Tensor | None) -> Tensor:
@@ -145,45 +145,86 @@ class Transformer(nn.Module):
     def __init__(self, model: ModelConfig, seed: int = 0, loss: CrossEntropy | None = None) -> None:
         super().__init__()
         self.model = model
-        self.embedding = Embedding(model.vocab, model.hidden)
+        self.embedding: Embedding | None = Embedding(model.vocab, model.hidden)
         self.positions = Embedding(model.max_seq, model.hidden) if model.position == "learned" else None
         self.dropout = Dropout(model.dropout, seed, "embedding")
         self.layers = nn.ModuleDict({str(i): Layer(model, seed, i) for i in range(model.layers)})
-        self.norm = make_norm(model)
-        self.head = Head(model)
+        self.norm: nn.Module | None = make_norm(model)
+        self.head: Head | None = Head(model)
         self.loss = loss or CrossEntropy()
+
+    def take(self, layers: range, first: bool, last: bool) -> None:
+        """Keep these layers alone; what comes before all of them only if `first`, what comes after only if `last`."""
+        for name in [name for name in self.layers if int(name) not in layers]:
+            del self.layers[name]
+        if not first:
+            self.embedding = self.positions = None
+        if not last:
+            self.norm = self.head = None
 
     def numbered_layers(self) -> list[tuple[int, Layer]]:
         """The layers held, with their place in the whole model."""
         return [(int(i), layer) for i, layer in self.layers.items() if isinstance(layer, Layer)]
 
-    def forward(self, batch: Batch) -> Tensor:
-        """Sum of the losses over the batch's valid tokens, a scalar."""
-        total: Tensor = self.loss(self.logits(batch.tokens, batch.documents, batch.samples), batch.labels)
+    def forward(self, batch: Batch, hidden: Tensor | None = None, tied: Tensor | None = None) -> Tensor:
+        """Sum of the losses over the batch's valid tokens, a scalar; hidden states [batch, seq, hidden] where the
+        head is missing.
+
+        Args:
+            batch: what the whole model is fed.
+            hidden: [batch, seq, hidden] what the layers before return, where the embedding is missing.
+            tied: the embedding's weight for a head without its own, where the embedding is missing.
+        """
+        x = self.states(batch.tokens, batch.documents, batch.samples, hidden)
+        if self.head is None:
+            return x
+        total: Tensor = self.loss(self.predict(x, tied), batch.labels)
         return total
 
     def logits(self, tokens: Tensor, documents: Tensor | None = None, samples: Tensor | None = None) -> Tensor:
-        """Logits [batch, seq, vocab].
+        """Logits [batch, seq, vocab] of the whole model. Arguments as for `states`."""
+        return self.predict(self.states(tokens, documents, samples))
+
+    def predict(self, x: Tensor, tied: Tensor | None = None) -> Tensor:
+        """Logits [batch, seq, vocab] of hidden states; `tied` as for `forward`."""
+        assert self.norm is not None and self.head is not None
+        if self.embedding is not None and self.model.tied:
+            tied = self.embedding.weight
+        out: Tensor = self.head(self.norm(x), tied)
+        return out
+
+    def states(
+        self,
+        tokens: Tensor,
+        documents: Tensor | None = None,
+        samples: Tensor | None = None,
+        hidden: Tensor | None = None,
+    ) -> Tensor:
+        """Hidden states [batch, seq, hidden] after the last layer held.
 
         Args:
             tokens: [batch, seq] int64.
             documents: [batch, seq]; attention stays within equal values. None: it does not stop.
             samples: [batch] global sample counts, needed only where dropout is active.
+            hidden: in the place of embedded tokens, where the embedding is missing.
         """
         dropped = self.training and self.model.dropout > 0
         assert samples is not None or not dropped, "dropout needs to know the samples"
         keys = samples.tolist() if samples is not None and dropped else []
         places = torch.arange(tokens.shape[1], device=tokens.device)
-        x = self.embedding(tokens)
-        if self.positions is not None:
-            x = x + self.positions(places)
-        x = self.dropout(x, keys)
+        x = self._embed(tokens, places, keys) if hidden is None else hidden
         rope = rotation(self.model, places, x.dtype) if self.model.position == "rope" else None
         mask = None if documents is None else document_mask(documents)
         for layer in self.layers.values():
             x = layer(x, rope, mask, keys)
-        tied = self.embedding.weight if self.model.tied else None
-        out: Tensor = self.head(self.norm(x), tied)
+        return x
+
+    def _embed(self, tokens: Tensor, places: Tensor, samples: list[int]) -> Tensor:
+        assert self.embedding is not None, "a stage without the embedding is given hidden states"
+        x: Tensor = self.embedding(tokens)
+        if self.positions is not None:
+            x = x + self.positions(places)
+        out: Tensor = self.dropout(x, samples)
         return out
 
 

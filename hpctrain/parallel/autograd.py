@@ -1,17 +1,19 @@
 """Collectives that autograd understands. The group is always an argument; inputs and gradients are never changed.
 
 Words: a tensor is *replicated* over an axis (equal on its ranks), *partial* (its sum over the ranks is meant),
-or *sharded*.
+or *sharded* (each rank has one of equal parts along a dim). Each function's backward is the adjoint of its
+forward, with the gradient of a replicated tensor replicated and counted once.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from hpctrain.parallel.comm import Axis, all_reduce_
+from hpctrain.parallel.comm import Axis, all_gather, all_reduce_, start_reduce_scatter
 
 
 class _ReduceFrom(torch.autograd.Function):
@@ -27,3 +29,61 @@ class _ReduceFrom(torch.autograd.Function):
 def reduce_from(x: Tensor, axis: Axis) -> Tensor:
     """in: partial, out: replicated, summed; backward: replicated, unchanged."""
     return x if axis.size == 1 else _ReduceFrom.apply(x, axis)  # type: ignore[no-any-return, no-untyped-call]
+
+
+class _ReduceScatterFrom(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: Axis, dim: int) -> Tensor:
+        ctx.axis, ctx.dim = axis, dim
+        parts = x.chunk(axis.size, dim)
+        return start_reduce_scatter(lambda i: parts[i].contiguous(), axis).wait()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return torch.cat(all_gather(grads[0], ctx.axis), ctx.dim), None, None
+
+
+def reduce_scatter_from(x: Tensor, axis: Axis, dim: int) -> Tensor:
+    """in: partial, out: sharded along `dim`, summed; backward: sharded in, gathered to replicated."""
+    return x if axis.size == 1 else _ReduceScatterFrom.apply(x, axis, dim)  # type: ignore[no-any-return, no-untyped-call]
+
+
+class _OwnPart(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: Axis, dim: int) -> Tensor:
+        ctx.axis, ctx.dim = axis, dim
+        return x.chunk(axis.size, dim)[axis.index].clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return torch.cat(all_gather(grads[0], ctx.axis), ctx.dim), None, None
+
+
+def own_part(x: Tensor, axis: Axis, dim: int) -> Tensor:
+    """in: replicated, out: sharded along `dim`; backward: sharded in, gathered to replicated."""
+    return x if axis.size == 1 else _OwnPart.apply(x, axis, dim)  # type: ignore[no-any-return, no-untyped-call]
+
+
+class _Shared(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, axis: Axis, *tensors: Tensor) -> Any:
+        ctx.axis = axis
+        return tuple(t.view_as(t) for t in tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return None, *sum_gradients(grads, ctx.axis)
+
+
+def shared(axis: Axis, *tensors: Tensor) -> tuple[Tensor, ...]:
+    """in: replicated, out: the same, of which each rank uses a part or for a part of the data;
+    backward: partial in, summed to replicated, all tensors in one collective."""
+    return tensors if axis.size == 1 else _Shared.apply(axis, *tensors)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def sum_gradients(grads: Sequence[Tensor], axis: Axis) -> list[Tensor]:
+    """Partial gradients summed over an axis in one collective, in float32 or wider; in their own dtypes."""
+    wide = torch.promote_types(grads[0].dtype, torch.float32)
+    total = all_reduce_(torch.cat([g.reshape(-1).to(wide) for g in grads]), axis)
+    parts = torch.split(total, [g.numel() for g in grads])
+    return [part.view(g.shape).to(g.dtype) for part, g in zip(parts, grads)]

@@ -6,9 +6,9 @@ ends in an underscore. On an axis of one rank they do nothing.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -20,6 +20,10 @@ T = TypeVar("T")
 
 EXCHANGE_LIMIT = 1 << 20
 """gloo, two ranks: up to this many bytes a pairwise exchange beats its all-reduce (0.4 ms against 2 ms)."""
+
+# torch 2.13 deprecates the older names.
+_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 @dataclass(frozen=True)
@@ -45,9 +49,19 @@ class Axis:
         return len(self.ranks)
 
     @property
+    def others(self) -> list[int]:
+        """Positions of the other ranks."""
+        return [i for i in range(self.size) if i != self.index]
+
+    @property
+    def direct(self) -> bool:
+        """Gathers and scatters are sent rank to rank: over gloo, where that beats its collectives at every size."""
+        return self.group is not None and dist.get_backend(self.group) == "gloo"
+
+    @property
     def pairwise(self) -> bool:
         """Two ranks over gloo."""
-        return self.size == 2 and self.group is not None and dist.get_backend(self.group) == "gloo"
+        return self.size == 2 and self.direct
 
     def begin(self, operation: str, size: int | None = None) -> Collective:
         """Take note that this rank begins a collective, and count its payload of `size` bytes if there is one."""
@@ -56,7 +70,15 @@ class Axis:
         return self.meter.began(operation, self.name, self.ranks)
 
 
-class Pending:
+class Leg(NamedTuple):
+    """One end of a tensor's way between two ranks of an axis: contiguous; overwritten if it is not `send`."""
+
+    tensor: Tensor
+    peer: int
+    send: bool
+
+
+class Pending(Generic[T]):
     """A collective under way. `wait` returns its result; waiting twice is allowed.
 
     Args:
@@ -67,12 +89,17 @@ class Pending:
     """
 
     def __init__(
-        self, meter: Meter, collective: Collective | None, works: list[dist.Work], finish: Callable[[], Tensor]
+        self, meter: Meter, collective: Collective | None, works: list[dist.Work], finish: Callable[[], T]
     ) -> None:
         self._meter, self._collective, self._works, self._finish = meter, collective, works, finish
-        self._result: Tensor | None = None
+        self._result: T | None = None
 
-    def wait(self) -> Tensor:
+    @property
+    def done(self) -> bool:
+        """Whether `wait` would return at once."""
+        return self._result is not None or all(work.is_completed() for work in self._works)
+
+    def wait(self) -> T:
         if self._result is None and self._collective is None:
             self._result = self._finish()
         elif self._result is None and self._collective is not None:
@@ -85,18 +112,23 @@ class Pending:
         return self._result
 
 
+def ready(result: T, axis: Axis) -> Pending[T]:
+    """What needs no collective, in the form of one that has ended."""
+    return Pending(axis.meter, None, [], lambda: result)
+
+
 def _nbytes(t: Tensor) -> int:
     return t.numel() * t.element_size()
 
 
-def start_all_reduce_(t: Tensor, axis: Axis, op: str = "sum") -> Pending:
+def start_all_reduce_(t: Tensor, axis: Axis, op: str = "sum") -> Pending[Tensor]:
     """Begin to sum (or take the maximum of) `t` over the axis, in place. `t` must be contiguous.
 
     Every rank ends with the same bits: reductions do not depend on who asks.
     """
     assert t.is_contiguous()
     if axis.size == 1:
-        return Pending(axis.meter, None, [], lambda: t)
+        return ready(t, axis)
     begun = axis.begin("all_reduce", _nbytes(t))
     if axis.pairwise and _nbytes(t) <= EXCHANGE_LIMIT:
         return _exchange(t, axis, op, begun)
@@ -105,13 +137,10 @@ def start_all_reduce_(t: Tensor, axis: Axis, op: str = "sum") -> Pending:
     return Pending(axis.meter, begun, [work], lambda: t)
 
 
-def _exchange(t: Tensor, axis: Axis, op: str, begun: Collective) -> Pending:
+def _exchange(t: Tensor, axis: Axis, op: str, begun: Collective) -> Pending[Tensor]:
     """All-reduce between two ranks as one swap; a + b is b + a bit for bit, so both end equal."""
-    peer = axis.ranks[1 - axis.index]
     other = torch.empty_like(t)
-    works = dist.batch_isend_irecv(
-        [dist.P2POp(dist.isend, t, peer, axis.group), dist.P2POp(dist.irecv, other, peer, axis.group)]
-    )
+    works = _trade(t, other, 1 - axis.index, axis)
 
     def combine() -> Tensor:
         if op == "sum":
@@ -119,6 +148,61 @@ def _exchange(t: Tensor, axis: Axis, op: str, begun: Collective) -> Pending:
         return torch.maximum(t, other, out=t)
 
     return Pending(axis.meter, begun, works, combine)
+
+
+def _trade(t: Tensor, into: Tensor, i: int, axis: Axis) -> list[dist.Work]:
+    """Send a tensor to rank i of the axis and receive another from it. Both contiguous."""
+    peer, group = axis.ranks[i], axis.group
+    return dist.batch_isend_irecv([dist.P2POp(dist.isend, t, peer, group), dist.P2POp(dist.irecv, into, peer, group)])
+
+
+def start_all_gather(t: Tensor, axis: Axis) -> Pending[list[Tensor]]:
+    """Begin to collect the equally shaped tensors of all ranks of the axis, in their order; each contiguous."""
+    t = t.contiguous()
+    if axis.size == 1:
+        return ready([t], axis)
+    begun = axis.begin("all_gather", _nbytes(t))
+    if axis.direct:
+        parts = [t if i == axis.index else torch.empty_like(t) for i in range(axis.size)]
+        works = [work for i in axis.others for work in _trade(t, parts[i], i, axis)]
+        return Pending(axis.meter, begun, works, lambda: parts)
+    stacked = t.new_empty((axis.size, *t.shape))
+    work = _gather_single(stacked.view(-1), t.view(-1), group=axis.group, async_op=True)
+    return Pending(axis.meter, begun, [work], lambda: list(stacked.unbind()))
+
+
+def start_reduce_scatter(part: Callable[[int], Tensor], axis: Axis) -> Pending[Tensor]:
+    """Begin to sum tensors over the axis of which each rank keeps one.
+
+    Args:
+        part: gives what this rank adds to the tensor of rank i of the axis; all equally shaped and contiguous. Where
+            ranks send to each other, one is computed while those before it travel, and the rank's own last.
+    """
+    if axis.size == 1:
+        return ready(part(0), axis)
+    if not axis.direct:
+        stacked = torch.stack([part(i) for i in range(axis.size)])
+        begun = axis.begin("reduce_scatter", _nbytes(stacked))
+        own = torch.empty_like(stacked[0])
+        work = _scatter_single(own.view(-1), stacked.view(-1), group=axis.group, async_op=True)
+        return Pending(axis.meter, begun, [work], lambda: own)
+    begun = axis.begin("reduce_scatter")
+    works: list[dist.Work] = []
+    parts: dict[int, Tensor] = {}
+    for i in axis.others:
+        outgoing = part(i)
+        parts[i] = torch.empty_like(outgoing)
+        works += _trade(outgoing, parts[i], i, axis)
+    parts[axis.index] = part(axis.index)
+    axis.meter.sent("reduce_scatter", axis.name, axis.size * _nbytes(parts[axis.index]))
+
+    def total() -> Tensor:
+        out = parts[0] + parts[1]
+        for i in range(2, axis.size):
+            out += parts[i]
+        return out
+
+    return Pending(axis.meter, begun, works, total)
 
 
 def all_reduce_(t: Tensor, axis: Axis, op: str = "sum") -> Tensor:
@@ -135,23 +219,31 @@ def all_reduce(t: Tensor, axis: Axis, op: str = "sum") -> Tensor:
 
 def all_gather(t: Tensor, axis: Axis) -> list[Tensor]:
     """The equally shaped tensors of all ranks of the axis, in their order."""
-    if axis.size == 1:
-        return [t]
-    t = t.contiguous()
-    out = [torch.empty_like(t) for _ in axis.ranks]
-    with axis.meter.waiting(axis.begin("all_gather", _nbytes(t))):
-        if axis.pairwise and _nbytes(t) <= EXCHANGE_LIMIT:
-            peer = 1 - axis.index
-            out[axis.index] = t
-            swap = [
-                dist.P2POp(dist.isend, t, axis.ranks[peer], axis.group),
-                dist.P2POp(dist.irecv, out[peer], axis.ranks[peer], axis.group),
-            ]
-            for work in dist.batch_isend_irecv(swap):
-                work.wait()
-        else:
-            dist.all_gather(out, t, group=axis.group)
-    return out
+    return start_all_gather(t, axis).wait()
+
+
+def start_exchange(legs: Sequence[Leg], axis: Axis) -> list[Pending[Tensor]]:
+    """Begin to send and receive tensors between ranks of the axis, all at once; `peer` is an index of it.
+
+    Two ranks send to each other in the order in which they receive. Returns one pending for each leg.
+    """
+    call, begun = {True: dist.isend, False: dist.irecv}, []
+    for leg in legs:
+        assert leg.tensor.is_contiguous()
+        here, there = axis.ranks[axis.index], axis.ranks[leg.peer]
+        if leg.send:
+            axis.meter.sent("send", axis.name, _nbytes(leg.tensor))
+        way = (here, there) if leg.send else (there, here)
+        begun.append(axis.meter.began("send" if leg.send else "receive", axis.name, way))
+    works = dist.batch_isend_irecv(
+        [dist.P2POp(call[leg.send], leg.tensor, axis.ranks[leg.peer], axis.group) for leg in legs]
+    )
+    if len(works) < len(legs):  # NCCL has one for all
+        works = works * len(legs)
+    return [
+        Pending(axis.meter, collective, [work], lambda leg=leg: leg.tensor)  # type: ignore[misc]
+        for leg, collective, work in zip(legs, begun, works)
+    ]
 
 
 def gather_objects(value: T, axis: Axis) -> list[T]:

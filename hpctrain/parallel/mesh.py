@@ -25,7 +25,8 @@ class Mesh:
         device: where this rank computes.
         world: all ranks.
         tp, pp, dp, cp: one axis each.
-        loss: dp x cp, over which losses, token counts and dense gradients are summed.
+        loss: dp x cp, over which token counts and dense gradients are summed.
+        total: pp x dp x cp, over which losses are summed, of which only the last stage knows.
         model: pp x tp, the ranks that together hold one copy of the parameters.
         alone: this rank only.
         meter: counters of this rank.
@@ -40,6 +41,7 @@ class Mesh:
     dp: Axis
     cp: Axis
     loss: Axis
+    total: Axis
     model: Axis
     alone: Axis
     meter: Meter
@@ -85,10 +87,21 @@ def build_mesh(
 
     views = {a: axis(a, layout.groups(a)) for a in ("tp", "pp", "dp", "cp")}
     loss = axis("dp+cp", layout.groups("dp", "cp"))
+    total = axis("pp+dp+cp", layout.groups("pp", "dp", "cp"))
     model = axis("pp+tp", layout.groups("pp", "tp"))
     world = axis("world", (tuple(range(size)),))
     extra = {a.ranks: a for a in (axis("tp", groups) for groups in subgroups)}
     alone = Axis("self", (rank,), 0, None, meter)
     return Mesh(
-        layout, rank, device, world, **views, loss=loss, model=model, alone=alone, meter=meter, _subgroups=extra
+        layout,
+        rank,
+        device,
+        world,
+        **views,
+        loss=loss,
+        total=total,
+        model=model,
+        alone=alone,
+        meter=meter,
+        _subgroups=extra,
     )

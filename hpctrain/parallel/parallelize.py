@@ -7,19 +7,29 @@ from torch import nn
 
 from hpctrain.config.schema import RunConfig
 from hpctrain.layout.parameters import parameter_specs
-from hpctrain.layout.placement import Placement, placements
+from hpctrain.layout.placement import Placement, cut_of, placements
+from hpctrain.layout.stages import Stage, stages_of
 from hpctrain.model.loss import CrossEntropy
 from hpctrain.model.random import initial_values
 from hpctrain.model.transformer import FanOut, Transformer
 from hpctrain.parallel.loss import VocabParallelCrossEntropy
 from hpctrain.parallel.mesh import Mesh
-from hpctrain.parallel.tensor import ColumnFanOut, ColumnHead, RowLinear, VocabParallelEmbedding
+from hpctrain.parallel.precision import master
+from hpctrain.parallel.recompute import apply_recomputation
+from hpctrain.parallel.sequence import apply_sequence_parallelism
+from hpctrain.parallel.tensor import ColumnFanOut, ColumnHead, Region, RowLinear, VocabParallelEmbedding
 
 Records = dict[str, Placement]
 
 
 def build_model(config: RunConfig, mesh: Mesh, materialize: bool = True) -> tuple[Transformer, Records]:
-    """The part of the model that this rank runs.
+    """`build_chunks` of a rank that holds one chunk."""
+    (model,), records = build_chunks(config, mesh, materialize)
+    return model, records
+
+
+def build_chunks(config: RunConfig, mesh: Mesh, materialize: bool = True) -> tuple[list[Transformer], Records]:
+    """The parts of the model that this rank runs, in the order of the model.
 
     Args:
         config: of the run.
@@ -28,26 +38,35 @@ def build_model(config: RunConfig, mesh: Mesh, materialize: bool = True) -> tupl
             parameters stay on the meta device, for an engine that never holds all of them.
 
     Returns:
-        the module, and the placement of each of its parameters.
+        the modules, and the placement of each of their parameters.
     """
     records = placements(config.model, mesh.layout, mesh.rank)
-    with torch.device("meta"):
-        loss = CrossEntropy(config.train.label_smoothing, config.train.z_loss)
-        model = Transformer(config.model, config.train.seed, loss)
-    parallelize(model, mesh, config, records)
-    if materialize:
-        initialize(model, config, records, mesh.device)
-    return model, records
+    chunks = []
+    for stage in stages_of(config.model, mesh.layout, mesh.rank):
+        with torch.device("meta"):
+            loss = CrossEntropy(config.train.label_smoothing, config.train.z_loss)
+            model = Transformer(config.model, config.train.seed, loss)
+        parallelize(model, stage, mesh, config, records)
+        if materialize:
+            initialize(model, config, records, mesh.device)
+        chunks.append(model)
+    return chunks, records
 
 
-def parallelize(model: Transformer, mesh: Mesh, config: RunConfig, records: Records) -> None:
-    """Turn a plain model on the meta device into this rank's part of it, in place.
+def parallelize(model: Transformer, stage: Stage, mesh: Mesh, config: RunConfig, records: Records) -> None:
+    """Turn a plain model on the meta device into this rank's part of one stage, in place.
 
-    Order: cut every parameter to its box, tensor parallelism.
+    Order: keep the stage's parts, cut every parameter to its box, tensor parallelism, sequence parallelism,
+    recomputation.
     """
+    model.take(stage.layers, stage.first, stage.last)
     cut_parameters(model, records)
     if mesh.tp.size > 1:
-        apply_tensor_parallelism(model, mesh, config.train.overlap, records)
+        region = Region(mesh.tp, config.parallel.sp, config.train.overlap)
+        apply_tensor_parallelism(model, mesh, region, records)
+        if region.sequence:
+            apply_sequence_parallelism(model, mesh, records)
+    apply_recomputation(model, config.train.recompute)
 
 
 def cut_parameters(model: nn.Module, records: Records) -> None:
@@ -59,27 +78,29 @@ def cut_parameters(model: nn.Module, records: Records) -> None:
             _set(model, name, torch.empty(record.local_shape, device="meta", dtype=parameter.dtype))
 
 
-def apply_tensor_parallelism(model: Transformer, mesh: Mesh, overlap: bool, records: Records) -> None:
+def apply_tensor_parallelism(model: Transformer, mesh: Mesh, region: Region, records: Records) -> None:
     """Swap the layers that now hold a part for ones that talk over tp."""
 
     def column(prefix: str, fan: FanOut) -> ColumnFanOut:
         replicas = tuple(mesh.partial(records[f"{prefix}.{name}.weight"]) for name in fan)
-        return ColumnFanOut(fan, mesh.tp, replicas, overlap)
+        return ColumnFanOut(fan, region, replicas)
 
-    start = records["embedding.weight"].boxes[0].start[0]
-    model.embedding = VocabParallelEmbedding(model.embedding, start, mesh.tp)
+    start = cut_of(model.model, "vocab", mesh.tp.size, mesh.tp.index)[0]
+    if model.embedding is not None:
+        model.embedding = VocabParallelEmbedding(model.embedding, start, region)
     for index, layer in model.numbered_layers():
         layer.attention.qkv = column(f"layers.{index}.attention.qkv", layer.attention.qkv)
-        layer.attention.output = RowLinear(_linear(layer.attention.output), mesh.tp)
+        layer.attention.output = RowLinear(_linear(layer.attention.output), region)
         layer.mlp.inputs = column(f"layers.{index}.mlp.inputs", layer.mlp.inputs)
-        layer.mlp.down = RowLinear(_linear(layer.mlp.down), mesh.tp)
-    model.head = ColumnHead(model.head, mesh.tp, mesh.alone, overlap)
+        layer.mlp.down = RowLinear(_linear(layer.mlp.down), region)
+    if model.head is not None:
+        model.head = ColumnHead(model.head, region, mesh.alone)
     model.loss = VocabParallelCrossEntropy(model.loss, start, model.model.vocab, mesh.tp)
 
 
 def initialize(model: nn.Module, config: RunConfig, records: Records, device: torch.device) -> None:
     """Replace every parameter on the meta device by its initial values, in master precision."""
-    dtype = torch.float64 if config.train.precision == "float64" else torch.float32
+    dtype = master(config.train.precision)
     specs = {spec.name: spec for spec in parameter_specs(config.model)}
     for name, parameter in list(model.named_parameters()):
         assert tuple(parameter.shape) == records[name].local_shape, name

@@ -1,11 +1,14 @@
-"""Tensor-parallel layers (Shoeybi et al., arXiv 1909.08053). Activations between them are replicated over tp.
+"""Tensor-parallel layers (Shoeybi et al., arXiv 1909.08053).
 
-Each takes over the parameters of the plain module it replaces, already cut to this rank's box.
+Activations between them are replicated over tp or, with sequence parallelism (Korthikanti et al., arXiv
+2205.05198), sharded over the sequence. Each layer takes over the parameters of the plain module it replaces,
+already cut to this rank's box.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,87 +16,156 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from hpctrain.model.transformer import Embedding, FanOut, Head, present
-from hpctrain.parallel.autograd import reduce_from
-from hpctrain.parallel.comm import Axis, Pending, all_reduce_, start_all_reduce_
+from hpctrain.parallel.autograd import reduce_from, reduce_scatter_from, sum_gradients
+from hpctrain.parallel.comm import Axis, Pending, start_all_gather, start_all_reduce_, start_reduce_scatter
+from hpctrain.parallel.deferred import Deferred, Later, Tensors
+
+SEQ = 1
+"""The dim of `[batch, seq, hidden]` that sequence parallelism shards."""
+
+
+@dataclass(frozen=True)
+class Region:
+    """A stretch of the model in which activations are sharded over heads, MLP columns or vocabulary.
+
+    A column-parallel linear leads into it, a row-parallel one out of it.
+
+    Attributes:
+        axis: tp.
+        sequence: outside it activations are sharded over the sequence; otherwise they are replicated.
+        overlap: backward sends beside computation.
+    """
+
+    axis: Axis
+    sequence: bool = False
+    overlap: bool = False
+
+    def enter(self, x: Tensor, function: Callable[[Tensor], Sequence[Tensor]]) -> Sequence[Tensor]:
+        """Results of a function of rows, for all rows of an activation or gradient from outside.
+
+        Where ranks send to each other, the part of each is worked on as it is, while those of the others come.
+        """
+        if not self.sequence:
+            return function(x)
+        gathering = start_all_gather(x, self.axis)
+        if not self.axis.direct:
+            return function(torch.cat(gathering.wait(), SEQ))
+        own = function(x)
+        parts = [own if i == self.axis.index else function(part) for i, part in enumerate(gathering.wait())]
+        return [torch.cat(results, SEQ) for results in zip(*parts)]
+
+    def leave(self, function: Callable[..., Tensor], *inputs: Tensor) -> Pending[Tensor]:
+        """Begin to sum a function of rows over tp and to give the sum the form it has outside."""
+        if not self.sequence:
+            return start_all_reduce_(function(*inputs), self.axis)
+        if self.axis.direct:
+            chunks = [x.chunk(self.axis.size, SEQ) for x in inputs]
+            return start_reduce_scatter(lambda i: function(*(c[i] for c in chunks)), self.axis)
+        whole = function(*inputs).chunk(self.axis.size, SEQ)
+        return start_reduce_scatter(lambda i: whole[i], self.axis)
 
 
 def _rows(x: Tensor) -> Tensor:
     return x.reshape(-1, x.shape[-1])
 
 
-def _sum_wide(grad: Tensor | None, axis: Axis) -> Tensor | None:
-    """Sum a weight's gradient over the ranks that share the weight, in float32 or wider."""
-    if grad is None or axis.size == 1:
-        return grad
-    wide = torch.promote_types(grad.dtype, torch.float32)
-    return all_reduce_(grad.to(wide, copy=True), axis).to(grad.dtype)
-
-
 class _ColumnLinear(torch.autograd.Function):
-    """Linears of one replicated input whose outputs are sharded.
+    """Linears of one input whose outputs are sharded.
 
     Backward sums the input's gradient over tp once for all of them, while the weights' gradients are computed.
-    Weights held by several ranks (key/value heads fewer than tp) get the sum over those.
+    With sequence parallelism only this rank's part of the input is kept, and gathered again while the input's
+    gradient is computed. Weights held by several ranks (key/value heads fewer than tp) get the sum over those.
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: Axis, replicas: tuple[Axis, ...], overlap: bool, *params: Any) -> Any:
+    def forward(ctx: Any, x: Tensor, region: Region, replicas: tuple[Axis, ...], later: Later, *params: Any) -> Any:
         weights, biases = params[: len(replicas)], params[len(replicas) :]
-        ctx.axis, ctx.replicas, ctx.overlap = axis, replicas, overlap
+        ctx.region, ctx.replicas, ctx.later = region, replicas, later
         ctx.save_for_backward(x, *weights)
-        return tuple(F.linear(x, w, b) for w, b in zip(weights, biases))
+        return tuple(region.enter(x, lambda rows: [F.linear(rows, w, b) for w, b in zip(weights, biases)]))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         x, *weights = ctx.saved_tensors
-        need_weight = ctx.needs_input_grad[4 : 4 + len(weights)]
-        need_bias = ctx.needs_input_grad[4 + len(weights) :]
-        pending: Pending | None = None
-        if ctx.needs_input_grad[0]:
-            grad_x = grads[0] @ weights[0]
+        region, replicas, later = ctx.region, ctx.replicas, ctx.later
+        gathering = start_all_gather(x, region.axis) if region.sequence and later.now else None
+
+        def grad_input(*grads: Tensor) -> Tensor:
+            out: Tensor = grads[0] @ weights[0]
             for g, w in zip(grads[1:], weights[1:]):
-                grad_x += g @ w
-            pending = start_all_reduce_(grad_x, ctx.axis)
-            if not ctx.overlap:
-                pending.wait()
-        rows = _rows(x)
-        grad_w = [_rows(g).T @ rows if need else None for g, need in zip(grads, need_weight)]
-        grad_b = [_rows(g).sum(0) if need else None for g, need in zip(grads, need_bias)]
-        shared = [_sum_wide(g, axis) for g, axis in zip((*grad_w, *grad_b), (*ctx.replicas, *ctx.replicas))]
-        return (pending.wait() if pending else None, None, None, None, *shared)
+                out += g @ w
+            return out
+
+        pending = region.leave(grad_input, *grads) if ctx.needs_input_grad[0] else None
+        if pending and not region.overlap:
+            pending.wait()
+
+        def of_parameters() -> Tensors:
+            if region.sequence:
+                rows = _rows(torch.cat((gathering or start_all_gather(x, region.axis)).wait(), SEQ))
+            else:
+                rows = _rows(x)
+            grad_w = [_rows(g).T @ rows if need else None for g, need in zip(grads, later.needs)]
+            grad_b = [_rows(g).sum(0) if need else None for g, need in zip(grads, later.needs[len(weights) :])]
+            return [_whole(g, axis) for g, axis in zip((*grad_w, *grad_b), (*replicas, *replicas))]
+
+        of_inputs = later.gradients(of_parameters)
+        return (pending.wait() if pending else None, None, None, None, *of_inputs)
+
+
+def _whole(grad: Tensor | None, axis: Axis) -> Tensor | None:
+    """The sum of a weight's gradient over the ranks that share the weight."""
+    return grad if grad is None or axis.size == 1 else sum_gradients([grad], axis)[0]
 
 
 class _RowLinear(torch.autograd.Function):
-    """A linear whose input is sharded and whose output is summed to be replicated. Backward sends nothing."""
+    """A linear whose input is sharded and whose output is summed; the bias is added once, after the sum.
+
+    Backward gathers the output's gradient over the sequence if that is sharded, and sends nothing otherwise.
+    Either way the gradients of weight and bias see all of the sequence.
+    """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, axis: Axis) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, region: Region, later: Later, weight: Tensor, bias: Tensor | None, *_: Tensor
+    ) -> Tensor:
+        ctx.region, ctx.later = region, later
         ctx.save_for_backward(x, weight)
-        return all_reduce_(F.linear(x, weight), axis)
+        out = region.leave(lambda rows: F.linear(rows, weight), x).wait()
+        return out if bias is None else out.add_(bias)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         x, weight = ctx.saved_tensors
-        grad_x = grads[0] @ weight if ctx.needs_input_grad[0] else None
-        grad_w = _rows(grads[0]).T @ _rows(x) if ctx.needs_input_grad[1] else None
-        return grad_x, grad_w, None
+        grad_x, grad = ctx.region.enter(grads[0], lambda rows: (rows @ weight, rows))
+        need_weight, need_bias = ctx.later.needs
+
+        def of_parameters() -> Tensors:
+            grad_w = _rows(grad).T @ _rows(x) if need_weight else None
+            return grad_w, _rows(grad).sum(0) if need_bias else None
+
+        return grad_x, None, None, *ctx.later.gradients(of_parameters)
 
 
 def column_linear(
     x: Tensor,
-    axis: Axis,
+    region: Region,
     replicas: tuple[Axis, ...],
-    overlap: bool,
     weights: Sequence[Tensor],
     biases: Sequence[Tensor | None],
+    deferred: Deferred | None = None,
 ) -> tuple[Tensor, ...]:
-    """in: replicated over tp; out: sharded on the last dim, one tensor a weight."""
-    return _ColumnLinear.apply(x, axis, replicas, overlap, *weights, *biases)  # type: ignore[no-any-return, no-untyped-call]
+    """in: replicated over tp, or sharded over the sequence; out: sharded on the last dim, one tensor a weight."""
+    later = Later((*weights, *biases), deferred)
+    return _ColumnLinear.apply(x, region, replicas, later, *later.inputs)  # type: ignore[no-any-return, no-untyped-call]
 
 
-def row_linear(x: Tensor, weight: Tensor, axis: Axis) -> Tensor:
-    """in: sharded on the last dim; out: replicated over tp."""
-    return _RowLinear.apply(x, weight, axis)  # type: ignore[no-any-return, no-untyped-call]
+def row_linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None, region: Region, deferred: Deferred | None = None
+) -> Tensor:
+    """in: sharded on the last dim; out: replicated over tp, or sharded over the sequence."""
+    later = Later((weight, bias), deferred)
+    return _RowLinear.apply(x, region, later, *later.inputs)  # type: ignore[no-any-return, no-untyped-call]
 
 
 class ColumnFanOut(FanOut):
@@ -101,31 +173,31 @@ class ColumnFanOut(FanOut):
 
     Args:
         fan: the linears, cut.
-        axis: tp.
+        region: entered here.
         replicas: for each linear the ranks that hold the same features.
-        overlap: reduce the input's gradient beside the weights' gradients.
     """
 
-    def __init__(self, fan: FanOut, axis: Axis, replicas: tuple[Axis, ...], overlap: bool) -> None:
+    def __init__(self, fan: FanOut, region: Region, replicas: tuple[Axis, ...]) -> None:
         super().__init__(dict(fan.items()))
-        self.axis, self.replicas, self.overlap = axis, replicas, overlap
+        self.region, self.replicas = region, replicas
+        self.deferred: Deferred | None = None
 
     def forward(self, x: Tensor) -> tuple[Tensor, ...]:
         linears = [linear for linear in self.values() if isinstance(linear, nn.Linear)]
         weights, biases = [linear.weight for linear in linears], [linear.bias for linear in linears]
-        return column_linear(x, self.axis, self.replicas, self.overlap, weights, biases)
+        return column_linear(x, self.region, self.replicas, weights, biases, self.deferred)
 
 
 class RowLinear(nn.Module):
-    """`nn.Linear` with the input features sharded over tp; its bias is added once, after the sum."""
+    """`nn.Linear` with the input features sharded over tp; the region is left here."""
 
-    def __init__(self, linear: nn.Linear, axis: Axis) -> None:
+    def __init__(self, linear: nn.Linear, region: Region) -> None:
         super().__init__()
-        self.weight, self.bias, self.axis = linear.weight, linear.bias, axis
+        self.weight, self.bias, self.region = linear.weight, linear.bias, region
+        self.deferred: Deferred | None = None
 
     def forward(self, x: Tensor) -> Tensor:
-        out = row_linear(x, self.weight, self.axis)
-        return out if self.bias is None else out + self.bias
+        return row_linear(x, self.weight, self.bias, self.region, self.deferred)
 
 
 class VocabParallelEmbedding(Embedding):
@@ -134,28 +206,30 @@ class VocabParallelEmbedding(Embedding):
     Args:
         embedding: the module replaced, cut.
         start: first token id of this rank.
-        axis: tp.
+        region: left here.
     """
 
-    def __init__(self, embedding: Embedding, start: int, axis: Axis) -> None:
+    def __init__(self, embedding: Embedding, start: int, region: Region) -> None:
         nn.Module.__init__(self)
-        self.weight, self.start, self.axis = embedding.weight, start, axis
+        self.weight, self.start, self.region = embedding.weight, start, region
 
     def forward(self, tokens: Tensor) -> Tensor:
         local = tokens - self.start
         elsewhere = (local < 0) | (local >= self.weight.shape[0])
-        found = F.embedding(local.masked_fill(elsewhere, 0), self.weight)
-        return reduce_from(found.masked_fill(elsewhere[..., None], 0.0), self.axis)
+        found = F.embedding(local.masked_fill(elsewhere, 0), self.weight).masked_fill(elsewhere[..., None], 0.0)
+        axis = self.region.axis
+        return reduce_scatter_from(found, axis, SEQ) if self.region.sequence else reduce_from(found, axis)
 
 
 class ColumnHead(Head):
     """`Head` whose logits are sharded over the vocabulary."""
 
-    def __init__(self, head: Head, axis: Axis, alone: Axis, overlap: bool) -> None:
+    def __init__(self, head: Head, region: Region, alone: Axis) -> None:
         nn.Module.__init__(self)
         self.register_parameter("weight", head.weight)
-        self.axis, self.alone, self.overlap = axis, alone, overlap
+        self.region, self.alone = region, alone
+        self.deferred: Deferred | None = None
 
     def forward(self, x: Tensor, tied: Tensor | None) -> Tensor:
         weight = present(self.weight, tied)
-        return column_linear(x, self.axis, (self.alone,), self.overlap, [weight], [None])[0]
+        return column_linear(x, self.region, (self.alone,), [weight], [None], self.deferred)[0]

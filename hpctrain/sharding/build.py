@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from torch import nn
 
 from hpctrain.config.schema import RunConfig
@@ -17,7 +19,7 @@ def takes_values(config: RunConfig) -> bool:
     return config.engine == "none"
 
 
-def build_engine(chunks: list[nn.Module], records: dict[str, Placement], mesh: Mesh, config: RunConfig) -> Engine:
+def build_engine(chunks: Sequence[nn.Module], records: dict[str, Placement], mesh: Mesh, config: RunConfig) -> Engine:
     """Make the engine of one rank from its chunks.
 
     Args:

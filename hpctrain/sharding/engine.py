@@ -11,30 +11,14 @@ global batch, known before the first backward, and applied in exactly one place:
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from torch import Tensor, nn
 
+from hpctrain.model.batch import Batch
+from hpctrain.parallel.ticket import Ticket
 from hpctrain.sharding.state import Piece, StateReader
-
-
-@dataclass
-class Ticket:
-    """A forward pass whose backward is still to come.
-
-    Attributes:
-        chunk: which chunk ran.
-        output: what it returned: hidden states, or the sum of the losses on the last stage.
-        inputs: tensors from the previous stage whose gradients are wanted.
-        extra: the engine's own.
-    """
-
-    chunk: int
-    output: Tensor
-    inputs: tuple[Tensor, ...] = ()
-    extra: Any = None
 
 
 @dataclass(frozen=True)
@@ -56,20 +40,28 @@ class StepResult:
 class Engine(ABC):
     """See the module's docstring. `chunks` are the parallelized modules, in the order of the model."""
 
-    chunks: list[nn.Module]
+    chunks: Sequence[nn.Module]
 
     @abstractmethod
     def begin_step(self, valid_tokens: int, micro_batches: int) -> None:
         """Start a step of `micro_batches` backward passes a chunk over `valid_tokens` tokens of all ranks."""
 
     @abstractmethod
-    def forward(self, chunk: int, *inputs: Any) -> Ticket:
-        """Run a chunk on one micro-batch, for training."""
+    def forward(self, chunk: int, batch: Batch, hidden: Tensor | None = None, tied: Tensor | None = None) -> Ticket:
+        """Run a chunk on one micro-batch, for training. `hidden` and `tied` as for `Transformer.forward`."""
 
     @abstractmethod
     def backward(self, ticket: Ticket, grad: Tensor | None = None) -> None:
         """Backward of one forward. `grad` is the output's gradient; None on the last stage, whose output is a
         sum of losses and is divided here by the step's valid tokens."""
+
+    def backward_input(self, ticket: Ticket, grad: Tensor | None = None) -> Callable[[], None]:
+        """As much of a backward as the stage before waits for. Returns the rest, to be called once before `step`.
+
+        Engines that take gradients in hooks of a whole backward do without; `hpctrain.config.validate` refuses
+        schedules that split for them.
+        """
+        raise AssertionError("this engine does not split backwards")
 
     @abstractmethod
     def step(self, lr: float, loss_finite: bool = True) -> StepResult:
@@ -82,8 +74,16 @@ class Engine(ABC):
         """
 
     @abstractmethod
-    def evaluate(self, chunk: int, *inputs: Any) -> Tensor:
+    def evaluate(self, chunk: int, batch: Batch, hidden: Tensor | None = None, tied: Tensor | None = None) -> Tensor:
         """Run a chunk without gradients."""
+
+    @abstractmethod
+    def parameter(self, name: str) -> nn.Parameter:
+        """The parameter of a chunk that the model computes with, into which autograd accumulates."""
+
+    @abstractmethod
+    def values(self, name: str) -> Tensor:
+        """Its values, whole even where they are sharded between uses: a detached tensor. Collective over dp x cp."""
 
     @abstractmethod
     def pieces(self) -> Iterable[Piece]:

@@ -18,9 +18,11 @@ def sum_of_squares(gradients: Sequence[Tensor], counted: Tensor) -> Tensor:
     not be stepped on.
 
     Args:
-        gradients: at least one.
+        gradients: none where nothing on this rank is trained.
         counted: [gradients] bool, on their device.
     """
+    if not gradients:
+        return torch.zeros((), dtype=torch.float64, device=counted.device)
     squares = torch.stack([n.double() for n in torch._foreach_norm(list(gradients))]).square()
     return torch.where(squares.isfinite().all(), squares[counted].sum(), torch.nan)
 

@@ -32,7 +32,8 @@ class JsonlSink:
     """One JSON object a line, in the file as soon as `write` returns.
 
     Lines of an earlier life of the run past the step it continues from are taken out first, by replacing the
-    file, so that every step is there once; so are lines torn by a crash.
+    file, so that every step is there once; so are lines torn by a crash. Of a run that begins anew the earlier file is
+    kept as `metrics-1.jsonl`, `metrics-2.jsonl`, ...
 
     Args:
         path: made if it is not there.
@@ -80,6 +81,8 @@ def _keep_until(path: Path, step: int) -> int:
         return isinstance(at, (int, float)) and at <= step
 
     keep = [line for line in lines if kept(line)]
+    if step == 0 and len(keep) < len(lines):
+        _keep_copy(path)
     if len(keep) < len(lines):
         part = path.with_name(path.name + ".part")
         with part.open("wb") as out:
@@ -88,6 +91,14 @@ def _keep_until(path: Path, step: int) -> int:
             os.fsync(out.fileno())
         part.replace(path)
     return len(lines) - len(keep)
+
+
+def _keep_copy(path: Path) -> None:
+    """Have a file under a further name, the first that is free."""
+    number = 1
+    while (other := path.with_name(f"{path.stem}-{number}{path.suffix}")).exists():
+        number += 1
+    os.link(path, other)
 
 
 class TensorBoardSink:

@@ -71,7 +71,7 @@ def generate_main(settings: dict[str, Any], run: Path, prompt: str, sampling: Sa
         tokenizer = tokenizer_of(corpus["tokenizer"], corpus["tokenizer_sha256"])
         model, records = build_model(config, mesh)
         load_weights(model, records, found.reader)
-        ids = tokenizer.encode(prompt.encode()).tolist() or [tokenizer.end_of_document]
+        ids = tokenizer.encode(prompt.encode(errors="surrogateescape")).tolist() or [tokenizer.end_of_document]
         text = tokenizer.decode(sample(model.eval(), mesh, ids, sampling, stop=tokenizer.end_of_document))
         return text, found.step
 

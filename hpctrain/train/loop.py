@@ -14,7 +14,7 @@ from hpctrain.errors import TrainError
 from hpctrain.launch.stop import StopRequest
 from hpctrain.model.batch import Batch
 from hpctrain.parallel.comm import all_reduce, gather_objects
-from hpctrain.parallel.mesh import Mesh
+from hpctrain.parallel.pipeline import Pipeline
 from hpctrain.sharding.engine import Engine, StepResult
 from hpctrain.telemetry.memory import peak_memory
 from hpctrain.telemetry.metrics import EvalMetrics, StepMetrics, StepTime, event
@@ -59,7 +59,7 @@ def train(session: Session, progress: Progress, sinks: Sinks, stop: StopRequest)
             with meter.phase("data"):
                 batch = next(batches)
             lr = learning_rate(config.optimizer, settings, progress.step)
-            loss, result = train_step(config, session.mesh, session.engine, batch, lr)
+            loss, result = train_step(config, session.pipeline, session.engine, batch, lr)
 
             progress.step += 1
             progress.samples += settings.global_batch
@@ -115,21 +115,18 @@ class StepLoss:
     own: float
 
 
-def train_step(config: RunConfig, mesh: Mesh, engine: Engine, batch: Batch, lr: float) -> tuple[StepLoss, StepResult]:
-    """One optimizer step over this rank's part of a global batch."""
-    meter, micro_batches = mesh.meter, batch.split(config.train.micro_batch)
+def train_step(
+    config: RunConfig, pipeline: Pipeline, engine: Engine, batch: Batch, lr: float
+) -> tuple[StepLoss, StepResult]:
+    """One optimizer step over this rank's part of a global batch; the ranks of a pipeline have the same part."""
+    mesh = pipeline.mesh
+    micro_batches = [part.to(mesh.device) for part in batch.split(config.train.micro_batch)]
     valid = torch.tensor([batch.valid_tokens], dtype=torch.int64, device=mesh.device)
     valid_tokens = int(all_reduce(valid, mesh.loss).item())
     engine.begin_step(valid_tokens, len(micro_batches))
-    loss_sum = torch.zeros((), dtype=torch.float64, device=mesh.device)
-    for micro_batch in micro_batches:
-        with meter.phase("forward"):
-            ticket = engine.forward(0, micro_batch.to(mesh.device))
-            loss_sum += ticket.output.detach()
-        with meter.phase("backward"):
-            engine.backward(ticket)
-    mean = all_reduce(loss_sum, mesh.loss).item() / max(valid_tokens, 1)
-    with meter.phase("optimizer"):
+    loss_sum = pipeline.train(micro_batches)
+    mean = all_reduce(loss_sum, mesh.total).item() / max(valid_tokens, 1)
+    with mesh.meter.phase("optimizer"):
         result = engine.step(lr, math.isfinite(mean))
     return StepLoss(mean, loss_sum.item()), result
 
@@ -144,10 +141,11 @@ def evaluate(session: Session, progress: Progress, sinks: Sinks) -> float | None
     rounds = min(settings.eval_batches, math.ceil(data.samples / settings.global_batch))
     with mesh.meter.phase("evaluation"):
         for i in range(rounds):
-            for micro_batch in data.batch(i * settings.global_batch).split(settings.micro_batch):
-                totals[0] += session.engine.evaluate(0, micro_batch.to(mesh.device))
-                totals[1] += micro_batch.valid_tokens
-        loss_sum, tokens = all_reduce(totals, mesh.loss).tolist()
+            micro_batches = data.batch(i * settings.global_batch).split(settings.micro_batch)
+            totals[0] += session.pipeline.evaluate([micro_batch.to(mesh.device) for micro_batch in micro_batches])
+            if mesh.pp.index == mesh.pp.size - 1:
+                totals[1] += sum(micro_batch.valid_tokens for micro_batch in micro_batches)
+        loss_sum, tokens = all_reduce(totals, mesh.total).tolist()
     loss, seconds = loss_sum / max(tokens, 1), time.perf_counter() - began
     metrics = EvalMetrics(progress.step, loss, int(tokens), seconds, session.corpus.header.entropy)
     sinks.write(metrics.record())

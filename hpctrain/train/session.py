@@ -16,7 +16,8 @@ from hpctrain.layout.placement import replica_groups
 from hpctrain.parallel.agree import everywhere
 from hpctrain.parallel.comm import gather_objects
 from hpctrain.parallel.mesh import Mesh, build_mesh
-from hpctrain.parallel.parallelize import build_model
+from hpctrain.parallel.parallelize import build_chunks
+from hpctrain.parallel.pipeline import Pipeline
 from hpctrain.sharding.build import build_engine, takes_values
 from hpctrain.sharding.engine import Engine
 from hpctrain.telemetry.flops import Throughput, flops_per_token, peak_flops
@@ -33,6 +34,7 @@ class Session:
         config: of the run.
         mesh: this rank's view of all ranks.
         engine: model, optimizer and their state.
+        pipeline: runs micro-batches through the engine's chunks.
         training: this rank's samples, by global sample count.
         validation: the same of the part kept for it; None where there is none.
         corpus: what both read.
@@ -43,6 +45,7 @@ class Session:
     config: RunConfig
     mesh: Mesh
     engine: Engine
+    pipeline: Pipeline
     training: Batches
     validation: Batches | None
     corpus: Corpus
@@ -88,11 +91,13 @@ def open_session(
             document_mask=config.data.document_mask,
         )
 
-    model, records = build_model(config, mesh, materialize=takes_values(config))
+    chunks, records = build_chunks(config, mesh, materialize=takes_values(config))
+    engine = build_engine(chunks, records, mesh, config)
     return Session(
         config=config,
         mesh=mesh,
-        engine=build_engine([model], records, mesh, config),
+        engine=engine,
+        pipeline=Pipeline(engine, mesh, config),
         training=read(training, config.train.seed),
         validation=read(validation, None) if validation else None,
         corpus=corpus,

@@ -39,6 +39,27 @@ def test_keeps_the_last_commits(tmp_path: Path) -> None:
     assert len(ls(tmp_path)) == 2
 
 
+@pytest.mark.parametrize("number", [errno.EACCES, errno.EIO, errno.ESTALE])
+def test_what_cannot_be_read_at_the_moment_is_not_deleted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    put(tmp_path, 100)
+    read = Path.read_bytes
+
+    def refuse(path: Path) -> bytes:
+        if "step-00000100" in str(path):
+            raise OSError(number, os.strerror(number), str(path))
+        return read(path)
+
+    monkeypatch.setattr(Path, "read_bytes", refuse)
+    for step in (200, 300, 400):
+        put(tmp_path, step)
+    assert steps(tmp_path) == ["latest", "step-00000100", "step-00000300", "step-00000400"]
+    monkeypatch.undo()
+    put(tmp_path, 500)
+    assert steps(tmp_path) == ["latest", "step-00000400", "step-00000500"]
+
+
 def test_a_step_saved_again_takes_no_place_of_another(tmp_path: Path) -> None:
     """As after a restart from 100 because 200 was damaged: the second 200 is newer and the first goes."""
     put(tmp_path, 100)

@@ -43,6 +43,23 @@ def test_text_stays_text(recipe: Path) -> None:
     assert load(recipe, ["checkpoint.continue_from=null"]).checkpoint.continue_from is None
 
 
+def test_a_section_as_an_override_leaves_its_other_keys(recipe: Path) -> None:
+    assert load(recipe, ["parallel={sp: true}"]).parallel == ParallelConfig(tp=2, sp=True)
+    assert load(recipe, ["model.hidden=64", "model={layers: 3}"]).model.hidden == 64
+
+
+def test_a_tilde_is_the_home_folder(recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/someone")
+    config = load(recipe, ["folder=~/runs", "data.corpus=~/c.h5", "checkpoint.continue_from=~/runs/a"])
+    found = (config.folder, config.data.corpus, config.checkpoint.continue_from)
+    assert found == tuple(Path("/home/someone") / name for name in ("runs", "c.h5", "runs/a"))
+
+
+def test_text_that_is_not_utf_8_is_refused(recipe: Path) -> None:
+    with pytest.raises(ConfigError, match=r"override=.*udcff.*must be text in UTF-8"):
+        load(recipe, ["name=a\udcff"])
+
+
 def test_optional_section(recipe: Path) -> None:
     assert load(recipe, ["model.rope_scaling.factor=4"]).model.rope_scaling == RopeScaling(factor=4.0)
     assert load(recipe, ["model.rope_scaling={factor: 4}"]).model.rope_scaling == RopeScaling(factor=4.0)

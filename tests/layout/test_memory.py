@@ -42,6 +42,39 @@ def test_published_activations_of_22b() -> None:
     assert activation_bytes(config, 8) - activation_bytes(short, 8) == 2048 * 4 * 6144 * (8 + 24 / 8)
 
 
+def test_published_activations_of_22b_with_sequence_parallelism() -> None:
+    """Equation 4, s b h 34/t, less the same; table 2 for full recomputation: 2 s b h, of which sp keeps 1/t."""
+    config, _ = of(GPT_22B + " parallel.sp=true", 8)
+    model, train = config.model, config.train
+
+    def at(layers: int, recompute: str) -> int:
+        changed = {
+            "model": model.model_copy(update={"layers": layers}),
+            "train": train.model_copy(update={"recompute": recompute}),
+        }
+        return activation_bytes(config.model_copy(update=changed), 8)
+
+    assert at(48, "none") - at(47, "none") == 2048 * 4 * 6144 * 32 / 8
+    assert at(48, "full") - at(47, "full") == 2048 * 4 * 6144 * 2 / 8
+    assert at(1, "full") == at(1, "selective") == at(1, "none")
+
+
+def test_selective_recomputation_keeps_keys_and_values_once() -> None:
+    """llama-8b, 32 heads over 8 of keys and values, bf16: 24 heads of 128 less of each, but for one layer."""
+    less, none = (of(f"parallel.tp=1 train.precision=bf16 train.recompute={r}", 8, "llama-8b")[0] for r in
+                  ("selective", "none"))  # fmt: skip
+    tokens = none.train.micro_batch * none.data.seq
+    assert activation_bytes(none, 1) - activation_bytes(less, 1) == tokens * 31 * 2 * 24 * 128 * 2
+
+
+def test_mends_keep_to_what_sequence_parallelism_allows() -> None:
+    """Of 4, 8, 16 and 32 ranks, over which llama-8b's heads divide, only 4 divide 12 places."""
+    state = "sharding.engine=none sharding.stage=0 parallel.tp=2 train.micro_batch=1"
+    assert mends(f"{state} data.seq=12 parallel.sp=true", 32, 0.6) == ["parallel.tp=4"]
+    assert mends(f"{state} data.seq=12 parallel.sp=true", 32, 0.3) == []
+    assert mends(f"{state} data.seq=16 parallel.sp=true", 32, 0.3) == ["parallel.tp=8"]
+
+
 def test_llama_layer_by_hand() -> None:
     overrides = "data.document_mask=false train.micro_batch=1 data.seq=1"
     two, one = (activation_bytes(load("llama-tiny", [*overrides.split(), f"model.layers={n}"]), 2) for n in (2, 1))
@@ -107,7 +140,7 @@ def mends(overrides: str, world: int, share: float, recipe: str = "llama-8b") ->
 
 def test_what_fits_is_named_and_fits() -> None:
     eight = "parallel.tp=1 sharding.stage=1 train.micro_batch=4 data.seq=4096"
-    assert mends(eight, 8, 0.9) == ["train.micro_batch=2", "sharding.stage=2", "parallel.tp=2"]
+    assert mends(eight, 8, 0.9) == ["train.micro_batch=2", "train.recompute=full", "sharding.stage=2", "parallel.tp=2"]
 
 
 def test_two_changes_where_one_does_not_do() -> None:

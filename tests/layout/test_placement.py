@@ -22,9 +22,10 @@ MODELS = {
 
 
 @pytest.mark.parametrize("model", MODELS.values(), ids=MODELS)
+@pytest.mark.parametrize("sp", [False, True])
 @pytest.mark.parametrize("tp,dp", [(1, 1), (2, 1), (4, 1), (2, 2), (4, 2)])
-def test_ranks_together_hold_every_element(model, tp, dp):
-    layout = Layout(dp=dp, tp=tp)
+def test_ranks_together_hold_every_element(model, tp, dp, sp):
+    layout = Layout(dp=dp, tp=tp, sp=sp)
     records = [placements(model, layout, rank) for rank in range(layout.world)]
     for spec in parameter_specs(model):
         held = np.zeros((dp, *spec.shape), int)
@@ -33,7 +34,7 @@ def test_ranks_together_hold_every_element(model, tp, dp):
             same = [r for r in range(layout.world) if records[r][spec.name].boxes == record.boxes]
             group = layout.group_of(rank, "tp")
             assert record.replicas == tuple(r for r in same if r in group)
-            assert (record.partial_over == ("tp",)) == (len(record.replicas) > 1 and any(spec.cuts))
+            assert (record.partial_over == ("tp",)) == (len(record.replicas) > 1 and (sp or any(spec.cuts)))
             (box,) = record.boxes
             assert record.local_shape == box.shape
             if record.owner == rank:

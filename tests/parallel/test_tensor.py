@@ -14,7 +14,7 @@ from hpctrain.parallel import comm
 from hpctrain.parallel.autograd import reduce_from
 from hpctrain.parallel.comm import Axis
 from hpctrain.parallel.mesh import build_mesh
-from hpctrain.parallel.tensor import column_linear, row_linear
+from hpctrain.parallel.tensor import Region, column_linear, row_linear
 from hpctrain.telemetry.meter import Meter
 from tests.training import CPU, make_config, make_mesh
 
@@ -44,9 +44,9 @@ def check_layers():
     for overlap in (True, False):
         for t in (mine, a1, a2, ab):
             t.grad = None
-        saved = mine.detach().clone()
-        (hidden,) = column_linear(mine, axis, (alone,), overlap, [a1], [ab])
-        out = row_linear(hidden.sin(), a2, axis)
+        saved, region = mine.detach().clone(), Region(axis, overlap=overlap)
+        (hidden,) = column_linear(mine, region, (alone,), [a1], [ab])
+        out = row_linear(hidden.sin(), a2, None, region)
         (out * out + mine).sum().backward()
         assert torch.equal(mine, saved)
         for got, expected in (
@@ -74,8 +74,8 @@ def check_gradients_numerically():
     x = draw(7, 2, 4).requires_grad_()
 
     def through_layers(x):
-        (hidden,) = column_linear(x, axis, (alone,), True, [w], [None])
-        return row_linear(hidden.tanh(), v, axis)
+        (hidden,) = column_linear(x, Region(axis, overlap=True), (alone,), [w], [None])
+        return row_linear(hidden.tanh(), v, None, Region(axis))
 
     assert torch.autograd.gradcheck(through_layers, (x,))
     y = draw(20 + axis.index, 3).requires_grad_()

@@ -23,11 +23,12 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 
 
-def zero_config(stage: int, tp: int, name: str = "gqa", **train: Any) -> RunConfig:
+def zero_config(stage: int, tp: int, name: str = "gqa", sp: bool = False, **train: Any) -> RunConfig:
     sections = {k: dict(v) for k, v in MODELS[name].items()}
     return make_config(
         **sections,
-        parallel={"tp": tp},
+        data={"seq": 12},
+        parallel={"tp": tp, "sp": sp},
         train={"precision": "float32", "micro_batch": 2, **train},
         sharding={"stage": stage, "bucket_mib": 0.005},
     )
@@ -35,13 +36,23 @@ def zero_config(stage: int, tp: int, name: str = "gqa", **train: Any) -> RunConf
 
 @functools.cache
 def expected(name: str) -> Trace:
-    return reference(make_config(**MODELS[name], train={"micro_batch": 2}))
+    return reference(make_config(**MODELS[name], data={"seq": 12}, train={"micro_batch": 2}))
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
-@pytest.mark.parametrize(("tp", "dp", "name"), [(1, 2, "tied"), (2, 2, "gqa"), (4, 1, "gqa"), (2, 1, "gpt")])
-def test_equals_one_process(ranks: Any, stage: int, tp: int, dp: int, name: str) -> None:
-    config = zero_config(stage, tp, name)
+@pytest.mark.parametrize(
+    ("tp", "dp", "name", "sp"),
+    [
+        (1, 2, "tied", False),
+        (2, 2, "gqa", False),
+        (4, 1, "gqa", False),
+        (2, 1, "gpt", False),
+        (2, 2, "gpt", True),
+        (4, 1, "tied", True),
+    ],
+)
+def test_equals_one_process(ranks: Any, stage: int, tp: int, dp: int, name: str, sp: bool) -> None:
+    config = zero_config(stage, tp, name, sp)
     got = assemble(config, ranks(tp * dp, run, config, tp * dp))
     assert np.allclose(got.losses, expected(name).losses, rtol=1e-5, atol=0)
     assert np.allclose(got.norms, expected(name).norms, rtol=1e-5, atol=0)
@@ -49,9 +60,10 @@ def test_equals_one_process(ranks: Any, stage: int, tp: int, dp: int, name: str)
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_equals_engine_none(ranks: Any, stage: int) -> None:
-    config = zero_config(stage, tp=2)
-    plain = make_config(**MODELS["gqa"], parallel={"tp": 2}, train={"precision": "float32", "micro_batch": 2})
+@pytest.mark.parametrize("sp", [False, True])
+def test_equals_engine_none(ranks: Any, stage: int, sp: bool) -> None:
+    config = zero_config(stage, tp=2, sp=sp)
+    plain = config.model_copy(update={"sharding": make_config().sharding})
     got, want = (assemble(c, ranks(4, run, c, 4)) for c in (config, plain))
     want.gradients.clear()
     compare(got, want, 1e-4)

@@ -73,6 +73,19 @@ def test_resuming_drops_later_steps_of_the_earlier_life_and_torn_lines(tmp_path:
     assert [p.name for p in tmp_path.iterdir()] == [METRICS_FILE]
 
 
+def test_a_run_that_begins_anew_keeps_what_was_there(tmp_path: Path) -> None:
+    for life in (1, 2, 3):
+        sink = JsonlSink(tmp_path / METRICS_FILE)
+        for step in range(1, life + 1):
+            sink.write(train(step))
+        sink.close()
+    assert {p.name: steps(p) for p in tmp_path.iterdir()} == {
+        METRICS_FILE: [1, 2, 3],
+        "metrics-1.jsonl": [1],
+        "metrics-2.jsonl": [1, 2],
+    }
+
+
 def test_an_intact_file_is_not_rewritten(tmp_path: Path) -> None:
     path = tmp_path / METRICS_FILE
     JsonlSink(path).write(train(1))

@@ -103,13 +103,20 @@ def evaluations(config: RunConfig) -> list[float]:
     return [r["loss"] for r in read_records(config.run_folder / METRICS_FILE) if r["kind"] == "eval"]
 
 
-LAYOUTS = {"one": (1, 1), "tp2": (2, 2), "dp2": (1, 2), "tp2dp2": (2, 4)}
+LAYOUTS = {
+    "one": (dict(tp=1), 1),
+    "tp2": (dict(tp=2), 2),
+    "dp2": (dict(tp=1), 2),
+    "tp2dp2": (dict(tp=2), 4),
+    "pp2": (dict(pp=2), 2),
+    "pp2dp2-zb": (dict(pp=2, schedule="zb-h1"), 4),
+}
 
 
 def test_every_layout_has_the_same_losses(ranks, make, tmp_path):
     curves = {}
-    for name, (tp, world) in LAYOUTS.items():
-        config = make(parallel=dict(tp=tp)).model_copy(update={"folder": tmp_path / name})
+    for name, (parallel, world) in LAYOUTS.items():
+        config = make(parallel=parallel).model_copy(update={"folder": tmp_path / name})
         ranks(world, drive, config, world)
         curves[name] = [*losses(config).values(), *evaluations(config)]
     assert len(curves["one"]) == STEPS + 1

@@ -16,15 +16,17 @@ from torch import Tensor, nn
 from hpctrain.config.schema import RunConfig
 from hpctrain.layout.parameters import parameter_specs
 from hpctrain.layout.placement import Placement
+from hpctrain.model.batch import Batch
 from hpctrain.parallel.mesh import Mesh
+from hpctrain.parallel.precision import COMPUTE
+from hpctrain.parallel.ticket import Ticket
 from hpctrain.sharding.deepspeed import ops, patches, state
 from hpctrain.sharding.deepspeed.config import deepspeed_config
 from hpctrain.sharding.deepspeed.gather import make_fetchable
 from hpctrain.sharding.deepspeed.groups import MeshUnit
 from hpctrain.sharding.deepspeed.initial import InitialValues, make_hollow
 from hpctrain.sharding.deepspeed.traffic import CountedBackend
-from hpctrain.sharding.engine import Engine, StepResult, Ticket
-from hpctrain.sharding.none.engine import COMPUTE
+from hpctrain.sharding.engine import Engine, StepResult
 from hpctrain.sharding.scaler import LossScale
 from hpctrain.sharding.state import WEIGHT, Piece, StateReader
 
@@ -71,7 +73,9 @@ class DeepSpeedEngine(Engine):
             that `sharding.torch_adam=false` needs is not built.
     """
 
-    def __init__(self, chunks: list[nn.Module], records: dict[str, Placement], mesh: Mesh, config: RunConfig) -> None:
+    def __init__(
+        self, chunks: Sequence[nn.Module], records: dict[str, Placement], mesh: Mesh, config: RunConfig
+    ) -> None:
         self.chunks, self._mesh, self._records = chunks, mesh, records
         self._stage = config.sharding.stage
         self._scale = LossScale(config.train.loss_scale, dynamic=config.train.precision == "fp16")
@@ -84,8 +88,8 @@ class DeepSpeedEngine(Engine):
         if self._stage == 3:
             make_fetchable(root, mesh.alone)
         make_hollow(root, COMPUTE[config.train.precision], mesh.device)
-        named = {name: p for chunk in self.chunks for name, p in chunk.named_parameters()}
-        for name, parameter in named.items():
+        self._named = {name: p for chunk in self.chunks for name, p in chunk.named_parameters()}
+        for name, parameter in self._named.items():
             # DeepSpeed counts a parameter in the norm if it carries this flag or the rank is the first of tp,
             # who owns whatever it holds.
             parameter.tensor_model_parallel = records[name].owner == mesh.rank  # type: ignore[attr-defined]
@@ -100,14 +104,14 @@ class DeepSpeedEngine(Engine):
                 model=root,
                 config=settings,
                 mpu=self._unit,
-                model_parameters=_groups(named, config),
+                model_parameters=_groups(self._named, config),
                 dist_init_required=False,
             )
         patches.skip_all_non_finite(self._zero, self._stage)
         patches.skip_where(self._zero, lambda: not self._loss_finite)
         patches.use_loss_scale(self._zero, self._scale)
         store = state.ShardedParameters if self._stage == 3 else state.ShardedStates
-        self._store: state.Store = store(self._zero, named)
+        self._store: state.Store = store(self._zero, self._named)
         state.load(self._store, records, InitialValues(config), step=0, kinds=(WEIGHT,))
         self._valid_tokens = 1
         self._counted = CountedBackend(mesh)
@@ -116,11 +120,10 @@ class DeepSpeedEngine(Engine):
         self._valid_tokens = max(valid_tokens, 1)
         patches.fresh_gradients(self._zero, self._stage)
 
-    def forward(self, chunk: int, *inputs: Any) -> Ticket:
+    def forward(self, chunk: int, batch: Batch, hidden: Tensor | None = None, tied: Tensor | None = None) -> Ticket:
         self._engine.module.train()
-        output = self._engine(chunk, *inputs)
-        wanted = tuple(t for t in inputs if isinstance(t, Tensor) and t.requires_grad)
-        return Ticket(chunk, output, wanted, patches.remaining_inputs(self._engine.module))
+        output = self._engine(chunk, batch, hidden, tied)
+        return Ticket(chunk, output, hidden, patches.remaining_inputs(self._engine.module))
 
     def backward(self, ticket: Ticket, grad: Tensor | None = None) -> None:
         patches.expect_backward(self._zero)
@@ -141,11 +144,17 @@ class DeepSpeedEngine(Engine):
         backed_off = loss_finite and self._scale.update(overflowed=skipped)
         return StepResult(math.nan if skipped else float(self._zero._global_grad_norm), skipped, backed_off)
 
-    def evaluate(self, chunk: int, *inputs: Any) -> Tensor:
+    def evaluate(self, chunk: int, batch: Batch, hidden: Tensor | None = None, tied: Tensor | None = None) -> Tensor:
         self._engine.module.eval()
         with torch.no_grad():
-            output: Tensor = self._engine(chunk, *inputs)
+            output: Tensor = self._engine(chunk, batch, hidden, tied)
         return output
+
+    def parameter(self, name: str) -> nn.Parameter:
+        return self._named[name]
+
+    def values(self, name: str) -> Tensor:
+        return self._store.compute(self._named[name])
 
     def pieces(self) -> list[Piece]:
         return list(state.pieces(self._store, self._records, self._mesh.rank))

@@ -6,9 +6,9 @@ from __future__ import annotations
 
 from torch import nn
 
-from hpctrain.model.transformer import FanOut, Head
+from hpctrain.model.transformer import FanOut
 from hpctrain.parallel.comm import Axis
-from hpctrain.parallel.tensor import ColumnFanOut, ColumnHead, RowLinear
+from hpctrain.parallel.linears import use_own_linears
 
 
 def make_fetchable(root: nn.Module, alone: Axis) -> None:
@@ -19,21 +19,7 @@ def make_fetchable(root: nn.Module, alone: Axis) -> None:
       values alive after DeepSpeed has let them go. The tensor-parallel layers keep the parameter itself, so
       they are used on an axis of one rank too.
     """
-    for parent in list(root.modules()):
-        for name, child in list(parent.named_children()):
-            replacement = _fetchable(child, alone) if not isinstance(parent, FanOut) else child
-            if replacement is not child:
-                setattr(parent, name, replacement)
+    use_own_linears(root, alone)
     for module in root.modules():
         if isinstance(module, FanOut):
             module._z3_leaf = True  # type: ignore[assignment]
-
-
-def _fetchable(module: nn.Module, alone: Axis) -> nn.Module:
-    if type(module) is FanOut:
-        return ColumnFanOut(module, alone, (alone,) * len(module), overlap=False)
-    if type(module) is Head:
-        return ColumnHead(module, alone, alone, overlap=False)
-    if type(module) is nn.Linear:
-        return RowLinear(module, alone)
-    return module

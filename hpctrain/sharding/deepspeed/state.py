@@ -100,6 +100,10 @@ class Store(ABC):
     def write(self, fragment: Fragment, kind: str, values: Tensor) -> None:
         """Set the fragment's values."""
 
+    def compute(self, parameter: nn.Parameter) -> Tensor:
+        """All values of a parameter that the model computes with. Collective where they are sharded."""
+        return parameter.detach()
+
     @abstractmethod
     def publish(self) -> None:
         """Bring the weights the model computes with in line with the master weights. Collective."""
@@ -172,6 +176,12 @@ class ShardedParameters(Store):
         padding = fragment.parameter.ds_tensor.ds_numel - fragment.numel  # type: ignore[attr-defined]
         key = None if kind == WEIGHT else kind
         self.zero.set_local_hp_param(F.pad(values, (0, padding)), fragment.parameter, key)
+
+    def compute(self, parameter: nn.Parameter) -> Tensor:
+        from deepspeed.runtime.zero import GatheredParameters
+
+        with GatheredParameters([parameter]):
+            return parameter.detach().clone()
 
     def publish(self) -> None:
         self.zero._partition_all_parameters()

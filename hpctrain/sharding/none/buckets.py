@@ -17,7 +17,7 @@ class Bucket:
         sizes = [p.numel() for p in parameters]
         self.views = [part.view(p.shape) for part, p in zip(torch.split(self.flat, sizes), parameters)]
         self.missing = 0
-        self.pending: Pending | None = None
+        self.pending: Pending[Tensor] | None = None
 
 
 class GradientBuckets:

@@ -7,8 +7,7 @@ accumulate and reduce gradients in float32; fp16 scales the loss.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -16,58 +15,71 @@ from torch import Tensor, nn
 from hpctrain.config.schema import OptimizerConfig, RunConfig
 from hpctrain.layout.parameters import parameter_specs
 from hpctrain.layout.placement import Box, Placement
+from hpctrain.layout.schedule import ZERO_BUBBLE
+from hpctrain.model.batch import Batch
+from hpctrain.parallel.deferred import complete
+from hpctrain.parallel.linears import defer_weights
 from hpctrain.parallel.mesh import Mesh
-from hpctrain.sharding.engine import Engine, StepResult, Ticket
+from hpctrain.parallel.precision import COMPUTE, master
+from hpctrain.parallel.ticket import Ticket
+from hpctrain.sharding.engine import Engine, StepResult
 from hpctrain.sharding.none.buckets import GradientBuckets
 from hpctrain.sharding.norm import clip_factor, global_norm, sum_of_squares
 from hpctrain.sharding.scaler import LossScale
 from hpctrain.sharding.state import KINDS, MOMENTS, WEIGHT, Piece, StateReader, balance, region
 
-COMPUTE = {"float32": torch.float32, "float64": torch.float64, "bf16": torch.bfloat16, "fp16": torch.float16}
-
 
 class PlainEngine(Engine):
     """See `Engine`. The chunks come with initial values in master precision, and are cast here."""
 
-    def __init__(self, chunks: list[nn.Module], records: dict[str, Placement], mesh: Mesh, config: RunConfig) -> None:
+    def __init__(
+        self, chunks: Sequence[nn.Module], records: dict[str, Placement], mesh: Mesh, config: RunConfig
+    ) -> None:
         self.chunks, self.records, self.mesh = chunks, records, mesh
         precision, options = config.train.precision, config.optimizer
+        splits = config.parallel.schedule in ZERO_BUBBLE
+        self.deferred = [defer_weights(chunk, mesh.alone) for chunk in chunks] if splits else []
         named = {name: p for chunk in chunks for name, p in chunk.named_parameters()}
         self.masters = {name: p.detach().clone() for name, p in named.items()}
         for chunk in chunks:
             chunk.to(COMPUTE[precision])
         self.working = {name: p for chunk in chunks for name, p in chunk.named_parameters()}
-        if COMPUTE[precision] == next(iter(self.masters.values())).dtype:
+        if COMPUTE[precision] == master(precision):
             self.masters = {name: p.detach() for name, p in self.working.items()}
         self.scale = LossScale(config.train.loss_scale, dynamic=precision == "fp16")
         self.buckets = GradientBuckets(
-            list(self.working.values()),
-            next(iter(self.masters.values())).dtype,
+            [p for p in self.working.values() if p.requires_grad],
+            master(precision),
             mesh.loss,
             int(config.sharding.bucket_mib * 2**20),
             config.train.overlap,
         )
-        self.gradients = {name: self.buckets.gradients()[p] for name, p in self.working.items()}
+        gradients = self.buckets.gradients()
+        self.gradients = {name: gradients[p] for name, p in self.working.items() if p in gradients}
         owned = [records[name].owner == mesh.rank for name in self.gradients]
-        self.counted = torch.tensor(owned, device=mesh.device)
+        self.counted = torch.tensor(owned, dtype=torch.bool, device=mesh.device)
         self.clip = options.clip
-        self.optimizer = _adamw(self.masters, {s.name: s.decay for s in parameter_specs(config.model)}, options)
+        trained = {name: self.masters[name] for name in self.gradients}
+        self.optimizer = _adamw(trained, {s.name: s.decay for s in parameter_specs(config.model)}, options)
         self.updates, self.valid_tokens = 0, 0
 
     def begin_step(self, valid_tokens: int, micro_batches: int) -> None:
         self.valid_tokens = valid_tokens
         self.buckets.begin(micro_batches)
 
-    def forward(self, chunk: int, *inputs: Any) -> Ticket:
+    def forward(self, chunk: int, batch: Batch, hidden: Tensor | None = None, tied: Tensor | None = None) -> Ticket:
         self.chunks[chunk].train()
-        return Ticket(chunk, self.chunks[chunk](*inputs))
+        return Ticket(chunk, self.chunks[chunk](batch, hidden, tied), hidden)
 
     def backward(self, ticket: Ticket, grad: Tensor | None = None) -> None:
-        if grad is None:
-            divided = ticket.output * (self.scale.value / max(self.valid_tokens, 1))
-            divided.backward()  # type: ignore[no-untyped-call]
-        else:
-            torch.autograd.backward(ticket.output, grad)
+        self._through(ticket, grad)
+        if self.deferred:
+            complete(self.deferred[ticket.chunk].take())
+
+    def backward_input(self, ticket: Ticket, grad: Tensor | None = None) -> Callable[[], None]:
+        self._through(ticket, grad)
+        left = self.deferred[ticket.chunk].take()
+        return lambda: complete(left)
 
     def step(self, lr: float, loss_finite: bool = True) -> StepResult:
         self.buckets.finish()
@@ -82,11 +94,17 @@ class PlainEngine(Engine):
             return StepResult(norm, skipped=False)
         return StepResult(norm, skipped=True, backed_off=loss_finite and self.scale.update(overflowed=True))
 
-    def evaluate(self, chunk: int, *inputs: Any) -> Tensor:
+    def evaluate(self, chunk: int, batch: Batch, hidden: Tensor | None = None, tied: Tensor | None = None) -> Tensor:
         self.chunks[chunk].eval()
         with torch.no_grad():
-            out: Tensor = self.chunks[chunk](*inputs)
+            out: Tensor = self.chunks[chunk](batch, hidden, tied)
         return out
+
+    def parameter(self, name: str) -> nn.Parameter:
+        return self.working[name]
+
+    def values(self, name: str) -> Tensor:
+        return self.working[name].detach()
 
     def pieces(self) -> Iterator[Piece]:
         owned = [record for record in self.records.values() if record.owner == self.mesh.rank]
@@ -115,11 +133,21 @@ class PlainEngine(Engine):
     def close(self) -> None:
         self.buckets.close()
 
+    def _through(self, ticket: Ticket, grad: Tensor | None) -> None:
+        """Autograd's part of a backward."""
+        if not ticket.output.requires_grad:
+            return  # nothing here or before is trained
+        if grad is None:
+            divided = ticket.output * (self.scale.value / max(self.valid_tokens, 1))
+            divided.backward()  # type: ignore[no-untyped-call]
+        else:
+            torch.autograd.backward(ticket.output, grad)
+
     def _update(self, lr: float) -> None:
         for group in self.optimizer.param_groups:
             group["lr"] = lr
-        for name, master in self.masters.items():
-            master.grad = self.gradients[name]
+        for name, gradient in self.gradients.items():
+            self.masters[name].grad = gradient
         self.optimizer.step()
         self.updates += 1
         self._publish()
@@ -156,4 +184,4 @@ def _adamw(masters: dict[str, Tensor], decays: dict[str, bool], options: Optimiz
         for decay, weight_decay in ((True, options.weight_decay), (False, 0.0))
     ]
     betas = (options.beta1, options.beta2)
-    return torch.optim.AdamW([g for g in groups if g["params"]], lr=options.lr, betas=betas, eps=options.eps)
+    return torch.optim.AdamW(groups, lr=options.lr, betas=betas, eps=options.eps)

@@ -1,0 +1,80 @@
+"""Activation checkpointing (Chen et al., arXiv 1604.06174): activations that backward computes again.
+
+Nothing random has to be saved or replayed: dropout masks are a pure function of seed, sample and place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from hpctrain.model.transformer import Layer, Transformer
+
+
+def apply_recomputation(model: Transformer, what: str) -> None:
+    """Swap the layers (`full`) or their attention (`selective`) for ones that keep only their inputs, or none."""
+    for index, layer in model.numbered_layers():
+        if what == "full":
+            model.layers[str(index)] = RecomputedLayer(layer)
+        elif what == "selective":
+            layer.attention.core = Recomputed(layer.attention.core)
+
+
+def recompute(function: Callable[..., Tensor], *inputs: Any) -> Tensor:
+    """Call a function without keeping what its backward needs; its backward calls it again first."""
+
+    def called(*inputs: Any) -> Tensor:
+        out: Tensor = _Ahead.apply(function(*inputs))  # type: ignore[no-untyped-call]
+        return out
+
+    out: Tensor = checkpoint(called, *inputs, use_reentrant=False, preserve_rng_state=False)
+    return out
+
+
+class _Ahead(torch.autograd.Function):
+    """Identity at the end of what is recomputed, which makes that happen before any backward in it begins.
+
+    Otherwise the first tensor asked for would start it, in the midst of a module's backward. ZeRO-3 has fetched
+    that module's parameters by then, and would free them when the module is left for the second time.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x.new_empty(0))
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        assert len(ctx.saved_tensors) == 1
+        return grads[0]
+
+
+class RecomputedLayer(Layer):
+    """`Layer` of which backward needs the input alone.
+
+    Args:
+        layer: the module replaced.
+    """
+
+    def __init__(self, layer: Layer) -> None:
+        nn.Module.__init__(self)
+        for name, part in layer.named_children():
+            self.add_module(name, part)
+
+    def forward(self, *inputs: Any) -> Tensor:
+        return recompute(super().forward, *inputs)
+
+
+class Recomputed(nn.Module):
+    """A module without parameters of which backward needs the inputs alone."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, *inputs: Any) -> Tensor:
+        return recompute(self.module, *inputs)

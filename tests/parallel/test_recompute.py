@@ -1,0 +1,73 @@
+"""Activation checkpointing changes no bit of losses, gradients, norms and weights, and keeps less."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.training import assemble, global_batch, make_config, make_mesh, run
+
+GPT = dict(kv_heads=4, norm="layernorm", position="learned", activation="gelu", bias=True, dropout=0.2)
+MODELS = {"gqa": dict(dropout=0.1), "gpt": GPT, "bare": dict(hidden=21)}
+
+
+def config_of(model, tp, sp, recompute, **sections):
+    train = dict(recompute=recompute, micro_batch=2, **sections.pop("train", {}))
+    return make_config(model=MODELS[model], data=dict(seq=12), parallel=dict(tp=tp, sp=sp), train=train, **sections)
+
+
+def equal(first, second):
+    assert first.losses == second.losses and first.norms == second.norms
+    for what in ("gradients", "weights"):
+        mine, other = getattr(first, what), getattr(second, what)
+        assert mine.keys() == other.keys()
+        assert all(torch.equal(mine[name], other[name]) for name in mine)
+
+
+@pytest.mark.parametrize("what", ["selective", "full"])
+@pytest.mark.parametrize("tp,sp,dp", [(1, False, 1), (2, False, 2), (2, True, 2), (4, True, 1)])
+@pytest.mark.parametrize("model", ["gqa", "gpt"])
+def test_changes_no_bit(ranks, model, tp, sp, dp, what):
+    plain, less = (config_of(model, tp, sp, r) for r in ("none", what))
+    first, second = (assemble(c, ranks(tp * dp, run, c, tp * dp)) for c in (plain, less))
+    assert first.gradients
+    equal(first, second)
+
+
+@pytest.mark.parametrize("what", ["selective", "full"])
+@pytest.mark.parametrize("precision", ["float32", "bf16"])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("model,tp,sp", [("gpt", 2, True), ("bare", 1, False)])
+def test_changes_no_bit_of_zero(ranks, model, tp, sp, stage, precision, what):
+    plain, less = (
+        config_of(model, tp, sp, r, train=dict(precision=precision), sharding=dict(stage=stage, bucket_mib=0.005))
+        for r in ("none", what)
+    )
+    equal(*(assemble(c, ranks(2 * tp, run, c, 2 * tp)) for c in (plain, less)))
+
+
+def kept(recompute):
+    """Bytes of activations kept for backward: of tensors that are neither parameters nor inputs."""
+    from hpctrain.parallel.parallelize import build_model
+
+    config = config_of("gqa", 1, False, recompute)
+    model, _ = build_model(config, make_mesh(config, dist.get_world_size()))
+    batch, storages = global_batch(config, 0).split(2)[0], {}
+    parameters = {p.untyped_storage().data_ptr() for p in model.parameters()}
+
+    def keep(t):
+        storage = t.untyped_storage()
+        if storage.data_ptr() not in parameters:
+            storages[storage.data_ptr()] = storage
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
+        total = model.train()(batch)
+    return sum(s.nbytes() for s in storages.values()), total.item()
+
+
+def test_keeps_less(ranks):
+    (none, loss), (selective, same), (full, equal) = (ranks(1, kept, r)[0] for r in ("none", "selective", "full"))
+    assert loss == same == equal
+    assert full < selective < none

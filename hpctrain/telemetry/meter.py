@@ -122,7 +122,11 @@ class Meter:
             end = time.perf_counter()
             self.blocked = None
             self.changes += 1
-            self.traffic[collective.operation, collective.axis].seconds += end - start
+            counted = self.traffic.get((collective.operation, collective.axis))
+            if counted is not None:  # objects are no traffic: rare, small, and of no formula
+                counted.seconds += end - start
+            else:
+                self.seconds[collective.operation] += end - start
             self._charged += end - start
             if self.tracing:
                 self.events.append(Event(f"{collective.operation}[{collective.axis}]", start, end))

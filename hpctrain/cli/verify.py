@@ -40,7 +40,8 @@ def verify(recipe: str, overrides: tuple[str, ...], layouts: str, steps: int, dt
 
     Bare names in --layouts mean parallel.*; dp is the number of data-parallel ranks. Compared are the loss and the
     gradient's norm of each step, every gradient of the first step, and every weight after the last, on random tokens
-    with unequal masks. The status is 1 if any layout differs by more than rounding explains, or does not run.
+    with unequal masks. Ranks run on this machine's CPUs; with --slurm where jobs run, on GPUs where they are. The
+    status is 1 if any layout differs by more than rounding explains, or does not run.
     """
     from hpctrain.verify.cases import cases
     from hpctrain.verify.judge import Judge, Local

@@ -15,7 +15,8 @@ from hpctrain.launch.jobs import accounts
 from hpctrain.launch.slurm import submit as send
 from tests.launch import jobs
 from tests.launch.submission import request
-from tests.launch.training import TINY, build_corpus, ended, log_of, user_of
+from tests.launch.training import TINY, build_corpus, ended, log_of
+from tests.user import user_of
 
 pytestmark = [pytest.mark.slurm, pytest.mark.xdist_group("slurm")]
 

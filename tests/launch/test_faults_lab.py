@@ -16,11 +16,10 @@ from hpctrain.data.sources import list_sources
 from hpctrain.lab import Cluster, kill_node, start_node
 from hpctrain.launch.jobs import locate, wait
 from hpctrain.launch.postmortem import reasons
-from tests.launch.test_submit_lab import on_the_lab, until
+from tests.launch.test_submit_lab import until
 from tests.launch.training import FOUR, TINY, losses, records
 
 pytestmark = [pytest.mark.slurm, pytest.mark.xdist_group("slurm"), pytest.mark.usefixtures("on_the_lab")]
-assert on_the_lab
 
 ENDED_WITHIN_S = 60
 """Promised: 15 s for a rank that died, `cluster.silence_s` more for one that hangs; and the machine may be loaded."""

@@ -5,7 +5,6 @@ The list of such hazards with their tests is in `docs/slurm.md`.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -16,23 +15,12 @@ from hpctrain.launch.jobs import Job, cancel, states
 from hpctrain.launch.slurm import Request
 from tests.launch import jobs
 from tests.launch.submission import request, run_config
-from tests.launch.test_submit_lab import OUTER, ROOT, done, reports, send, until
+from tests.launch.test_submit_lab import done, reports, send, until
 
-pytestmark = [pytest.mark.slurm, pytest.mark.xdist_group("slurm")]
+pytestmark = [pytest.mark.slurm, pytest.mark.xdist_group("slurm"), pytest.mark.usefixtures("on_the_lab")]
 
 MARK = "Starting with JobEnvironment"
 """What submitit prints when Python runs, before it knows what the job is."""
-
-
-@pytest.fixture(autouse=True)
-def on_the_lab(slurm: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
-    """This process is a user of the lab."""
-    for name in list(os.environ):
-        if name.startswith(OUTER):
-            monkeypatch.delenv(name)
-    for name, value in slurm.environment().items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))
 
 
 def seen(folder: Path, *names: str) -> Callable[[], bool]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import pickle
 import re
 import shutil
@@ -24,22 +23,9 @@ from hpctrain.launch.plan import rank_plan
 from hpctrain.launch.slurm import Request, submit
 from tests.launch import jobs
 from tests.launch.submission import request, run_config
+from tests.user import ROOT
 
-pytestmark = [pytest.mark.slurm, pytest.mark.xdist_group("slurm")]
-
-ROOT = Path(__file__).parents[2]
-OUTER = ("SLURM", "SBATCH", "SRUN", "SQUEUE", "SACCT", "PMI", "CUDA_VISIBLE_DEVICES")
-
-
-@pytest.fixture(autouse=True)
-def on_the_lab(slurm: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
-    """This process is a user of the lab."""
-    for name in list(os.environ):
-        if name.startswith(OUTER):
-            monkeypatch.delenv(name)
-    for name, value in slurm.environment().items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+pytestmark = [pytest.mark.slurm, pytest.mark.xdist_group("slurm"), pytest.mark.usefixtures("on_the_lab")]
 
 
 def send(made: Request) -> list[Job]:

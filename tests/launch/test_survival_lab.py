@@ -9,7 +9,7 @@ import os
 import random
 import signal
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
@@ -32,22 +32,16 @@ from tests.launch.training import (
     records,
     submit,
     until,
-    user_of,
 )
+from tests.user import user_of
 
-pytestmark = [pytest.mark.slurm, pytest.mark.xdist_group("slurm")]
+pytestmark = [pytest.mark.slurm, pytest.mark.xdist_group("slurm"), pytest.mark.usefixtures("on_the_lab")]
 
 EVERY = 20
 """Steps between checkpoints, where there are some on the way."""
 
 FREEZABLE = "cluster.silence_s=600"
 """A rank that is frozen must not count as hung."""
-
-
-@pytest.fixture(autouse=True)
-def on_the_lab(slurm: Cluster) -> Iterator[None]:
-    with user_of(slurm):
-        yield
 
 
 @pytest.fixture(scope="module")

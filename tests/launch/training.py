@@ -14,11 +14,10 @@ import pytest
 from hpctrain.cli import main
 from hpctrain.data.build import build
 from hpctrain.data.sources import list_sources
-from hpctrain.lab import Cluster, LabSpec, machines
+from hpctrain.lab import LabSpec, machines
 from hpctrain.lab.processes import Process
 from hpctrain.launch.jobs import locate, wait
 from hpctrain.telemetry.metrics import read_records
-from tests.launch.test_submit_lab import OUTER, ROOT
 
 STEPS = 100
 TINY = [
@@ -32,19 +31,6 @@ FOUR = ("cluster.nodes=2", "cluster.gpus_per_node=2", "parallel.tp=2")
 TWO = ("cluster.nodes=2", "cluster.gpus_per_node=1", "parallel.tp=1")
 """As few ranks as there can be on two nodes."""
 PYTHON = ("python", "python3")
-
-
-@contextmanager
-def user_of(lab: Cluster) -> Iterator[None]:
-    """This process as a user of a lab."""
-    with pytest.MonkeyPatch.context() as patch:
-        for name in list(os.environ):
-            if name.startswith(OUTER):
-                patch.delenv(name)
-        for name, value in lab.environment().items():
-            patch.setenv(name, value)
-        patch.setenv("PYTHONPATH", str(ROOT))
-        yield
 
 
 def build_corpus(folder: Path) -> Path:

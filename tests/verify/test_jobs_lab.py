@@ -10,10 +10,7 @@ import pytest
 from hpctrain.cli import main
 from hpctrain.verify.cases import cases
 from hpctrain.verify.jobs import spread
-from tests.launch.training import on_the_lab
 from tests.verify.test_verify import SMALL
-
-assert on_the_lab
 
 
 def test_layouts_are_spread_over_nodes(tmp_path: Path) -> None:

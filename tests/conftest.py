@@ -13,6 +13,7 @@ from typing import Any
 
 import cloudpickle
 import pytest
+from hypothesis import settings
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
@@ -21,6 +22,9 @@ from hpctrain import lab
 from hpctrain.lab import requirements
 from hpctrain.launch.zygote import Zygote
 from tests.user import user_of
+
+settings.register_profile("any machine", deadline=None)  # how long an example takes says nothing here
+settings.load_profile("any machine")
 
 MODULES = (
     "torch._dynamo",

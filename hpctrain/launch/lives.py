@@ -33,7 +33,7 @@ class Life:
 
     Attributes:
         key: of the launcher: names the job, its step and its restart.
-        step: where it began.
+        step: where it began; -1 of one that has not come so far.
     """
 
     key: str
@@ -41,15 +41,38 @@ class Life:
 
 
 def lives(folder: Path) -> list[Life]:
-    """All lives of a run so far; torn lines are left out."""
+    """All lives of a run so far, in order; torn lines are left out. A life may have two lines, and the later holds."""
     path = folder / FILE
-    out = []
+    out: dict[str, Life] = {}
     for line in path.read_text().splitlines() if path.exists() else []:
         try:
-            out.append(Life(**json.loads(line)))
+            life = Life(**json.loads(line))
         except (ValueError, TypeError):
             continue
-    return out
+        out[life.key] = life
+    return list(out.values())
+
+
+def knock(folder: Path, key: str, restarts: int) -> None:
+    """Note that a life begins, before all that could end it. Called by the first rank.
+
+    Raises:
+        LaunchError: a requeued job whose last lives all ended before they began to train.
+    """
+    with suppress(OSError):  # what is wrong with the folder is said by all ranks together, later
+        _write(folder, Life(key, -1))
+    before = [life for life in lives(folder) if _job(life.key) == _job(key)][:-1][-MAX_WITHOUT_PROGRESS:]
+    if restarts and len(before) == MAX_WITHOUT_PROGRESS and all(life.step < 0 for life in before):
+        raise LaunchError(
+            f"{len(before)} lives in a row of {folder} ended before they began to train: not tried again; "
+            f"look at {folder / 'logs'} for what ends them, then submit the run anew."
+        )
+
+
+def _write(folder: Path, life: Life) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / FILE).open("a") as file:
+        file.write(json.dumps(asdict(life)) + "\n")
 
 
 def begin(folder: Path, life: Life, restarts: int) -> None:
@@ -63,23 +86,23 @@ def begin(folder: Path, life: Life, restarts: int) -> None:
     Raises:
         LaunchError: a requeued job that has made no progress in its last lives.
     """
-    with (folder / FILE).open("a") as file:
-        file.write(json.dumps(asdict(life)) + "\n")
-    count = in_a_row(lives(folder))
+    _write(folder, life)
+    count = in_a_row([past for past in lives(folder) if _job(past.key) == _job(life.key)])
     if restarts and count > MAX_WITHOUT_PROGRESS:
         raise LaunchError(
-            f"{count} lives in a row of {folder} began at step {life.step} and came no further: not tried again; "
+            f"{count} lives in a row of {folder} came no further than step {life.step}: not tried again; "
             f"look at {folder / 'logs'} for what ends them, then submit the run anew."
         )
 
 
 def in_a_row(all_lives: list[Life]) -> int:
-    """How many of the last lives began where the last one did."""
-    count = 0
+    """How many of the last lives, the last one included, have not brought the run further: no more than one step, which
+    a life that is too short for its saves makes too."""
+    count, next_step = 0, all_lives[-1].step
     for life in reversed(all_lives):
-        if life.step != all_lives[-1].step:
+        if life.step >= 0 and next_step - life.step > 1:
             break
-        count += 1
+        count, next_step = count + 1, life.step if life.step >= 0 else next_step
     return count
 
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from types import FrameType
 from typing import Any
 
-from hpctrain.launch.client import call
+from hpctrain.launch.client import SlurmError, call
 from hpctrain.launch.identity import slurm_job
 from hpctrain.launch.rank import run_rank
 from hpctrain.launch.sbatch import WARNING_SIGNAL
@@ -16,6 +18,9 @@ from hpctrain.launch.stop import hold_back
 
 WARNING = signal.Signals[f"SIG{WARNING_SIGNAL}"]
 """What Slurm sends before a time limit, and at preemption where the site wants it."""
+
+PATIENCE_S = 600.0
+"""How long a rank that has saved tries to put its job back: the controller may just be starting anew."""
 
 _BEING_ENDED = ("COMPLETING", "CANCELLED", "PENDING", "REQUEUED")
 
@@ -62,8 +67,21 @@ def requeue_self(env: Mapping[str, str]) -> bool:
     Raises:
         SlurmError: it is not a job that may be requeued.
     """
-    job = slurm_job(env)
-    state, reason = call(["squeue", "--noheader", "--states=all", f"--jobs={job}", "--format=%T|%r"]).strip().split("|")
+    deadline, pause = time.monotonic() + PATIENCE_S, 1.0
+    while True:
+        try:
+            return _requeue(slurm_job(env))
+        except SlurmError as error:
+            if time.monotonic() + pause > deadline:
+                raise
+            print(f"{error} Trying again in {pause:.0f} s.", file=sys.stderr, flush=True)
+        time.sleep(pause)
+        pause = min(2 * pause, 60.0)
+
+
+def _requeue(job: str) -> bool:
+    said = call(["squeue", "--noheader", "--states=all", f"--jobs={job}", "--format=%T|%r"]).strip()
+    state, _, reason = said.partition("|")
     if state in _BEING_ENDED and reason != "TimeLimit":
         return False
     call(["scontrol", "requeue", job])

@@ -16,7 +16,7 @@ from hpctrain.config.validate import validate
 from hpctrain.launch.bootstrap import process_group
 from hpctrain.launch.identity import ALONE, Identity, detect
 from hpctrain.launch.limit import TimeLimit
-from hpctrain.launch.lives import Life, begin, succeed, succeeded
+from hpctrain.launch.lives import Life, begin, knock, succeed, succeeded
 from hpctrain.launch.stop import StopRequest
 from hpctrain.telemetry.console import ConsoleView
 from hpctrain.telemetry.environment import write_environment
@@ -60,6 +60,9 @@ def rank_main(settings: dict[str, Any], console: bool) -> Summary:
     validate(config, identity.world)
     cluster = config.cluster
     folder = config.run_folder
+    restarts = int(os.environ.get("SLURM_RESTART_COUNT", "0"))
+    if identity.rank == 0:
+        knock(folder, identity.key, restarts)
     with (
         process_group(identity, folder, cluster.device, cluster.timeout_s, cluster.threads, cluster.silence_s) as world,
         ExitStack() as held,
@@ -74,7 +77,6 @@ def rank_main(settings: dict[str, Any], console: bool) -> Summary:
             config, world.device, identity.world, identity.local_world, world.meter, world.group_timeout_s
         )
         first = identity.rank == 0
-        restarts = int(os.environ.get("SLURM_RESTART_COUNT", "0"))
         lock = succeed(folder, identity.key, restarts, hold)
         everywhere(lambda: held.enter_context(lock) if first else None, session.mesh.world)
         progress, found = resume(session)

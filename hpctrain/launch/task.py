@@ -7,8 +7,11 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from types import FrameType
 from typing import Any
+
+from submitit.core.job_environment import JobEnvironment
 
 from hpctrain.launch.client import SlurmError, call
 from hpctrain.launch.identity import slurm_job
@@ -35,6 +38,7 @@ def slurm_task(function: Callable[..., Any], args: Sequence[Any]) -> Any:
     has to find out when it starts, such as the checkpoint to continue from.
     """
     hold_back([WARNING])  # until the function listens
+    _clear_torn_result(JobEnvironment().paths.result_pickle)
     # submitit ignores SIGTERM, and requeues at a warning from rank 0, by a guess at what it means.
     for number in (signal.SIGTERM, signal.SIGCONT):
         signal.signal(number, signal.SIG_DFL)
@@ -48,6 +52,11 @@ def slurm_task(function: Callable[..., Any], args: Sequence[Any]) -> Any:
     ):
         requeue_self(os.environ)
     return value
+
+
+def _clear_torn_result(result: Path) -> None:
+    """submitit writes what this returns, and refuses to where an earlier life was ended while it wrote."""
+    result.with_suffix(f"{result.suffix}.save_tmp").unlink(missing_ok=True)
 
 
 def _heed_not(number: int, frame: FrameType | None) -> None:

@@ -75,7 +75,10 @@ def test_a_node_that_dies_is_named_and_the_job_starts_anew(slurm: Cluster, tmp_p
     finally:
         start_node(slurm.spec, "n1")
     assert [state.state for state in wait([job], 0.3)] == ["COMPLETED"]
-    first_life = (folder / "logs" / job / "rank-0.log").read_text().split("Starting with JobEnvironment")[1]
-    assert "on n1" in first_life, first_life
+    lives = [
+        (folder / "logs" / job / f"rank-{r}.log").read_text().split("Starting with JobEnvironment") for r in (0, 1)
+    ]
+    assert re.search(r"rank [23] \(process \d+ on n1\)", "".join(first for _, first, *_ in lives)), lives
+    assert "Node failure on n1" in (folder / "logs" / f"slurm-{job}.out").read_text()
     found = losses(folder)
     assert sorted(found) == list(range(1, 401))

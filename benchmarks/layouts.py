@@ -21,11 +21,10 @@ from typing import Any
 
 from benchmarks.ours import ours
 from benchmarks.peers import deepspeed_engines, megatron_core, native
-from benchmarks.rounds import Contender, Record, race, rates, ratios
+from benchmarks.rounds import Contender, Record, race, rates, ratios, warm_up
 from hpctrain.config.load import load
 from hpctrain.config.schema import RunConfig
 from hpctrain.config.validate import validate
-from hpctrain.launch.zygote import Zygote
 from hpctrain.layout.parameters import parameter_specs
 
 IMPORTS = (
@@ -130,12 +129,11 @@ def same_work(records: dict[str, Record], config: RunConfig) -> None:
 
 
 def measure(
-    zygote: Zygote, families: Sequence[str], overrides: Sequence[str], rounds: int, python: str | None = None
+    families: Sequence[str], overrides: Sequence[str], rounds: int, python: str | None = None
 ) -> dict[str, Any]:
-    """Rates, ratios and failures of all contenders, and rows for a table.
+    """Rates, ratios and failures of all contenders, and rows for a table. Forks, as `race` does.
 
     Args:
-        zygote: forks the ranks.
         families: some of `LAYOUTS`.
         overrides: of the shape.
         rounds: in each of which all contenders of a family have their turn.
@@ -148,7 +146,7 @@ def measure(
     tokens = config.train.global_batch * config.data.seq
     out: dict[str, Any] = {"overrides": list(overrides), "rounds": rounds, "families": {}, "cannot_run": {}, "rows": []}
     for family in families:
-        records = race(zygote, contenders(family, overrides, python), rounds)
+        records = race(contenders(family, overrides, python), rounds)
         failed = {name: record.error for name, record in records.items() if record.error is not None}
         if lost := failed.keys() & {LIMIT, PLAIN, *LAYOUTS[family]}:
             raise RuntimeError("\n".join(f"{name}: {failed[name]}" for name in lost))
@@ -202,12 +200,9 @@ def main() -> None:
     args = parser.parse_args()
     os.environ["DS_ACCELERATOR"] = "cpu"
     os.environ["OMP_NUM_THREADS"] = "1"
-    zygote = Zygote(IMPORTS)
-    try:
-        rounds = 2 if args.quick else args.rounds
-        print(json.dumps(measure(zygote, args.only, args.overrides, rounds, args.megatron), indent=1))
-    finally:
-        zygote.close()
+    warm_up(IMPORTS)
+    rounds = 2 if args.quick else args.rounds
+    print(json.dumps(measure(args.only, args.overrides, rounds, args.megatron), indent=1))
 
 
 if __name__ == "__main__":

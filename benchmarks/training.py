@@ -15,10 +15,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from benchmarks.ours import ours, random_tokens
-from benchmarks.rounds import Contender, Work, race, rates, ratios
+from benchmarks.rounds import Contender, Work, race, rates, ratios, warm_up
 from hpctrain.config.load import load
 from hpctrain.config.schema import RunConfig
-from hpctrain.launch.zygote import Zygote
 
 IMPORTS = ("torch._dynamo", "hpctrain.train.loop", "hpctrain.sharding.none.engine")
 
@@ -79,11 +78,10 @@ def plain(config: RunConfig) -> Work:
     return Work(step, float(sum(p.numel() for p in model.parameters())))
 
 
-def measure(zygote: Zygote, recipe: str, overrides: Sequence[str], rounds: int, steps: int) -> dict[str, Any]:
-    """Rates and ratios of all contenders, and rows for a table.
+def measure(recipe: str, overrides: Sequence[str], rounds: int, steps: int) -> dict[str, Any]:
+    """Rates and ratios of all contenders, and rows for a table. Forks, as `race` does.
 
     Args:
-        zygote: forks the ranks.
         recipe: of a GPT-2.
         overrides: of its settings.
         rounds: in each of which all contenders have their turn.
@@ -94,7 +92,6 @@ def measure(zygote: Zygote, recipe: str, overrides: Sequence[str], rounds: int, 
     """
     one, two = (load(recipe, [*overrides, f"parallel.tp={tp}"]) for tp in (1, 2))
     records = race(
-        zygote,
         [
             Contender("plain", plain, (one,), world=0),
             Contender("tp=1", ours, (one, 1), world=1),
@@ -133,11 +130,8 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="2 rounds of 2 steps")
     args = parser.parse_args()
     rounds, steps = (2, 2) if args.quick else (args.rounds, args.steps)
-    zygote = Zygote(IMPORTS)
-    try:
-        print(json.dumps(measure(zygote, args.recipe, args.overrides, rounds, steps), indent=1))
-    finally:
-        zygote.close()
+    warm_up(IMPORTS)
+    print(json.dumps(measure(args.recipe, args.overrides, rounds, steps), indent=1))
 
 
 if __name__ == "__main__":

@@ -21,9 +21,7 @@ LAYERS = {"tensor": 1, "pipeline": 4, "data": 1}
 
 @pytest.mark.parametrize("family", layouts.LAYOUTS)
 def test_all_run(zygote: Zygote, family: str) -> None:
-    result = json.loads(
-        json.dumps(layouts.measure(zygote, [family], [*TINY, f"model.layers={LAYERS[family]}"], rounds=1))
-    )
+    result = json.loads(json.dumps(layouts.measure([family], [*TINY, f"model.layers={LAYERS[family]}"], 1)))
     ran, ours = set(result["families"][family]), layouts.LAYOUTS[family]
     peers = {name for name, (_, _, beside) in layouts.PEERS.items() if set(beside) & ours.keys()}
     absent = {name for name in peers if name.startswith("megatron")}
@@ -73,7 +71,7 @@ def test_one_that_fails_is_out_and_the_rest_go_on(zygote: Zygote) -> None:
         Contender("ill", count_up, (4,), world=2),
         Contender("pair", count_up, (), world=0, copies=2),
     ]
-    records: dict[str, Any] = race(zygote, contenders, rounds=3, steps=2)
+    records: dict[str, Any] = zygote.run(race, 0, contenders, 3, 2)[0]
     assert {name: r.error for name, r in records.items()} == {
         "well": None,
         "ill": "ValueError: the second rank had enough",

@@ -30,7 +30,7 @@ def check(result: dict[str, Any], n_rows: int) -> None:
 
 
 def test_training(zygote: Zygote) -> None:
-    result = training.measure(zygote, "gpt-tiny", TINY, rounds=1, steps=1)
+    result = zygote.run(training.measure, 0, "gpt-tiny", TINY, 1, 1)[0]
     check(result, 2)
     assert [row[0].split(", ")[1] for row in result["rows"]] == ["tp=1", "tp=2"]
     assert set(result["tokens_per_second"]) == {"plain", "tp=1", "tp=2"}

@@ -13,6 +13,7 @@ from typing import Any
 
 import cloudpickle
 import pytest
+from hypothesis import settings
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
@@ -20,6 +21,10 @@ os.environ.setdefault("DS_ACCELERATOR", "cpu")
 from hpctrain import lab
 from hpctrain.lab import requirements
 from hpctrain.launch.zygote import Zygote
+from tests.user import user_of
+
+settings.register_profile("any machine", deadline=None)  # how long an example takes says nothing here
+settings.load_profile("any machine")
 
 MODULES = (
     "torch._dynamo",
@@ -107,6 +112,13 @@ def slurm_lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[lab.Cluster]
     """A private Slurm of 4 nodes with 4 GPUs each, shared by all tests marked `slurm`."""
     with lab.cluster(lab.LabSpec(tmp_path_factory.mktemp("lab"), grace_s=2)) as cluster:
         yield cluster
+
+
+@pytest.fixture
+def on_the_lab(slurm: lab.Cluster) -> Iterator[None]:
+    """This process is a user of it."""
+    with user_of(slurm):
+        yield
 
 
 @pytest.fixture

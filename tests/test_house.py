@@ -25,6 +25,7 @@ FLOORS = (
     "checkpoint",
     "launch",
     "train",
+    "verify",
     "lab",
     "cli",
 )

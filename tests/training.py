@@ -6,6 +6,7 @@ clipping and AdamW.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -62,7 +63,7 @@ class Trace:
     weights: dict[str, Tensor] = field(default_factory=dict)
 
 
-def reference(config: RunConfig, steps: int = 3) -> Trace:
+def reference(config: RunConfig, steps: int = 3, batches: Sequence[Batch] = (), lr: Sequence[float] = LR) -> Trace:
     """Train in one process in float64 with nothing of ours but the model."""
     loss = CrossEntropy(config.train.label_smoothing, config.train.z_loss)
     model = Transformer(config.model, config.train.seed, loss)
@@ -78,7 +79,7 @@ def reference(config: RunConfig, steps: int = 3) -> Trace:
     optimizer = torch.optim.AdamW(groups, betas=(o.beta1, o.beta2), eps=o.eps)
     trace = Trace()
     for step in range(steps):
-        batch = global_batch(config, step)
+        batch = batches[step] if batches else global_batch(config, step)
         optimizer.zero_grad()
         total = model(batch) / batch.valid_tokens
         total.backward()
@@ -86,7 +87,7 @@ def reference(config: RunConfig, steps: int = 3) -> Trace:
         if step == 0:
             trace.gradients = {n: p.grad.clone() for n, p in named.items()}
         for group in optimizer.param_groups:
-            group["lr"] = LR[step]
+            group["lr"] = lr[step]
         optimizer.step()
         trace.losses.append(total.item())
         trace.norms.append(norm.item())

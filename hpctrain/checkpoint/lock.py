@@ -27,6 +27,10 @@ _HELD = (errno.EAGAIN, errno.EACCES)
 _NO_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK, errno.EINVAL)
 
 
+class RunFolderInUse(LaunchError):
+    """Another process holds the lock."""
+
+
 @contextmanager
 def hold(folder: Path) -> Iterator[None]:
     """Keep others out of a run folder until the block is left or this process ends, however it ends.
@@ -42,7 +46,8 @@ def hold(folder: Path) -> Iterator[None]:
         folder: of the run; made if need be.
 
     Raises:
-        LaunchError: another process holds it, or the folder cannot be written.
+        RunFolderInUse: another process holds it.
+        LaunchError: the folder cannot be written.
     """
     path = folder / FILE
     try:
@@ -66,7 +71,7 @@ def _lock(fd: int, path: Path) -> bool:
         fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
         if error.errno in _HELD:
-            raise LaunchError(
+            raise RunFolderInUse(
                 f"Run folder {path.parent} is in use by {_holder(fd)}: wait for it or end it, or choose another "
                 f"name=... ."
             ) from None

@@ -28,6 +28,7 @@ COMMANDS = {
     "logs": Lazy("hpctrain.cli.jobs:logs", "Show a run's records, or what a rank printed."),
     "cancel": Lazy("hpctrain.cli.jobs:cancel", "End the jobs of a run."),
     "requeue": Lazy("hpctrain.cli.jobs:requeue", "Have a run's job start anew from its newest checkpoint."),
+    "verify": Lazy("hpctrain.cli.verify:verify", "Hold layouts against one process: is this difference normal?"),
     "generate": Lazy("hpctrain.cli.generate:generate", "Continue a text with the weights of a checkpoint."),
     "config": Lazy("hpctrain.cli.config:config", "Show recipes, and what every setting means."),
     "data": Lazy("hpctrain.cli.data:data", "Build HDF5 corpora from text, and look at them."),

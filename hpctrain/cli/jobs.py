@@ -97,8 +97,14 @@ def _show_failures(run: Path) -> None:
     job = Job.read(run)
     if job is not None and has_slurm():
         for state in states(job.ids).values():
-            if state.ended and not state.good and state.state != "FORGOTTEN":
+            if state.ended and not state.good and not (state.state == "FORGOTTEN" and _complete(run)):
                 _show_end(job, state)
+
+
+def _complete(run: Path) -> bool:
+    """Whether a run has done all its steps."""
+    last, steps = _last_step(run), _steps(run)
+    return last is not None and steps is not None and last >= steps
 
 
 def _one(run: Path, job: Job) -> tuple[Path, Job]:

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from hpctrain.layout.timeline import Timeline, Times
 
 F = TypeVar("F", bound=Callable[..., Any])
-MOST = 200_000
+MOST = 50_000
 """Forwards of one schedule that are played in seconds."""
 NO_CLAIM = "none for these sizes and times (see docs/schedules.md)"
 
@@ -72,10 +72,11 @@ def schedule(
     as_json: bool,
     **durations: tuple[float, ...],
 ) -> None:
-    """Draw what each rank of a pipeline does when, and how much of a step it is idle.
+    """Draw what each rank of a pipeline does when.
 
-    Times are in any one unit. A single number is a rank's whole share of the model, divided evenly over its chunks, so
-    that schedules with and without chunks can be compared. A backward that is not split takes both of its times.
+    Beside it: the idle part of a step and its formula, and the activations that ranks keep. Times are in any one
+    unit. A single number is a rank's whole share of the model, divided evenly over its chunks, so that schedules with
+    and without chunks can be compared. A backward that is not split takes both of its times.
     """
     from hpctrain.cli.timelines import picture
     from hpctrain.layout.schedule import make_schedule

@@ -58,7 +58,7 @@ def submit(
     machine, as `hpctrain train` does.
     """
     from hpctrain.launch import client
-    from hpctrain.launch.profile import check_time, site
+    from hpctrain.launch.profile import check_lead, check_time, site
     from hpctrain.launch.sbatch import Options
     from hpctrain.launch.slurm import Request
     from hpctrain.launch.sweep import anchored, sweep
@@ -76,6 +76,7 @@ def submit(
         options=Options(partition, account, check_time(time_limit) if time_limit else None, qos, len(axes and configs)),
         chain=chain,
     )
+    check_lead(request.site.profile, request.options.time)
     if axes and follow:
         raise ConfigError("--follow", "--array", "shows one run", "use --wait, and hpctrain logs for each")
     if dry_run:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import statistics
 import textwrap
-from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -119,9 +118,11 @@ def picture(schedule: Schedule, timeline: Timeline, title: str, path: Path) -> N
     axes = figure.add_subplot()
     per_unit = 11 * 72 / timeline.end  # points, of a figure 12 inches wide with its margins
     for rank, spans in enumerate(timeline.ranks):
-        for span, (look, alpha) in _painted(schedule, spans):
-            bar = [(span.start, span.end - span.start)]
-            axes.broken_barh(bar, (rank - 0.45, 0.9), color=look.paint, alpha=alpha, edgecolor="white", linewidth=0.5)
+        for (look, strength), alike in _by_look(schedule, spans).items():
+            bars = [(span.start, span.end - span.start) for span in alike]
+            rows = (rank - 0.45, 0.9)
+            axes.broken_barh(bars, rows, facecolor=look.paint, alpha=strength, edgecolor="white", linewidth=0.5)
+        for span in spans:
             label = str(span.action.micro_batch)
             if (span.end - span.start) * per_unit > 6 * len(label):
                 middle = (span.start + span.end) / 2
@@ -134,8 +135,10 @@ def picture(schedule: Schedule, timeline: Timeline, title: str, path: Path) -> N
     figure.savefig(path, dpi=120, format="png")
 
 
-def _painted(schedule: Schedule, spans: tuple[Span, ...]) -> Iterator[tuple[Span, tuple[Look, float]]]:
-    """Spans with their look and how strong it is: the first chunk full, the last at half."""
+def _by_look(schedule: Schedule, spans: tuple[Span, ...]) -> dict[tuple[Look, float], list[Span]]:
+    """Spans that are drawn alike: by kind, and by chunk, the first at full strength and the last at half."""
+    alike: dict[tuple[Look, float], list[Span]] = {}
     for span in spans:
-        chunk = schedule.chunk(span.action.stage)
-        yield span, (LOOKS[span.action.kind], 1 - 0.5 * chunk / max(1, schedule.chunks - 1))
+        strength = 1 - 0.5 * schedule.chunk(span.action.stage) / max(1, schedule.chunks - 1)
+        alike.setdefault((LOOKS[span.action.kind], strength), []).append(span)
+    return alike

@@ -14,8 +14,8 @@ from hpctrain.lab import machines
 from hpctrain.lab.spec import HEAD, LabSpec
 
 READY_TIMEOUT_S = 30.0
-FORKS_S = 1.0
-"""How long a daemon may be unseen after its start, while it turns itself into one."""
+UNSEEN_S = 1.0
+"""How long a daemon may be unseen without a break. While it forks itself into one, a look through /proc can miss it."""
 
 PROGRAMS = ("munged", "mariadbd", "slurmdbd", "slurmctld", "slurmd", "slurmstepd")
 
@@ -53,13 +53,15 @@ class Daemon:
             LabError: it ended or does not serve in time, with what its log says.
         """
         machines.run(spec, self.machine, self.command, machines.environment(spec))
-        begun = time.monotonic()
+        begun = seen = time.monotonic()
         while not self.ready():
-            after = time.monotonic() - begun
+            now = time.monotonic()
             log = spec.log(self.program if self.machine == HEAD else f"{self.program}.{self.machine}")
-            if after > FORKS_S and not self.runs(spec):
+            if self.runs(spec):
+                seen = now
+            if now - seen > UNSEEN_S:
                 raise LabError(f"{self} ended at once: {machines.last_words(log)}")
-            if after > READY_TIMEOUT_S:
+            if now - begun > READY_TIMEOUT_S:
                 raise LabError(f"{self} does not serve after {READY_TIMEOUT_S:g} s: {machines.last_words(log)}")
             time.sleep(0.02)
 

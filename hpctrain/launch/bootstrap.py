@@ -126,10 +126,10 @@ def process_group(
             "network interface of this node that the other nodes reach."
         ) from None
     clock.done("init")
-    meter = Meter()
+    meter = Meter(asynchronous=cuda)
     dog: Watchdog | None = None
     if identity.world > 1:
-        dog = Watchdog(store, identity.rank, identity.world, meter, timeout_s, fail_now, cuda, silence_s)
+        dog = Watchdog(store, identity.rank, identity.world, meter, timeout_s, fail_now, silence_s)
         dog.start()
     try:
         yield World(identity, place, count, store, meter, timeout_s + MARGIN_S, clock.seconds)

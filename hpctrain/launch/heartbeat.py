@@ -36,7 +36,7 @@ class Beat:
 
     @staticmethod
     def of(meter: Meter, count: int, host: str, pid: int, idle_s: float) -> Beat:
-        return Beat(count, host, pid, meter.step, meter.doing, idle_s, meter.blocked, meter.last)
+        return Beat(count, host, pid, meter.step, meter.doing, idle_s, meter.awaited(), meter.last)
 
     def dump(self) -> str:
         return json.dumps(asdict(self))

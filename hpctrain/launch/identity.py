@@ -117,6 +117,16 @@ def without_identity(env: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in env.items() if not _MARKS.fullmatch(name)}
 
 
+def slurm_job(env: Mapping[str, str]) -> str:
+    """How Slurm's commands know the job that has this environment; empty where there is none.
+
+    Of an array, one element has the id of the array as its own, and by that name it would be all of them.
+    """
+    if "SLURM_ARRAY_JOB_ID" in env:
+        return f"{env['SLURM_ARRAY_JOB_ID']}_{env['SLURM_ARRAY_TASK_ID']}"
+    return env.get("SLURM_JOB_ID", "")
+
+
 def threads_per_rank(asked: int, cpus: int, ranks: int) -> int:
     """CPU threads of a rank.
 

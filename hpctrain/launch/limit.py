@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import math
 import re
 import time
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 
 from hpctrain.errors import LaunchError
 from hpctrain.launch.client import call
+from hpctrain.launch.identity import slurm_job
 
 LEAD_VARIABLE = "HPCTRAIN_SIGNAL_LEAD_S"
 """Set by the batch script: seconds before the time limit at which Slurm was told to warn."""
 
 SPARE_S = 10.0
 """Kept beyond what steps and saves took: for the end of the process and Slurm's clock."""
+
+RETRY_S = 120.0
+"""Between questions to a controller that does not answer; each may take a minute."""
 
 _LEFT = re.compile(r"(?:(?:(\d+)-)?(\d+):)?(\d+):(\d+)$")
 
@@ -33,18 +37,17 @@ class TimeLimit:
     ) -> None:
         self._ask, self._clock, self.lead_s = ask, clock, lead_s
         self._save_s, self._step_s, self._last = 0.0, 0.0, clock()
-        self._end = self._asked()
+        self._end: float | None = None
+        self._retry = math.inf
+        self._look()
 
     @staticmethod
     def of_job(env: Mapping[str, str]) -> TimeLimit | None:
-        """That of the job whose environment this is; None where it is no job of Slurm's, or Slurm does not say."""
-        job = env.get("SLURM_JOB_ID")
+        """That of the job whose environment this is; None where it is no job of Slurm's."""
+        job = slurm_job(env)
         if not job or "SLURM_PROCID" not in env:
             return None
-        try:
-            return TimeLimit(lambda: seconds_left(job), float(env.get(LEAD_VARIABLE, "0")))
-        except (LaunchError, ValueError):
-            return None
+        return TimeLimit(lambda: seconds_left(job), float(env.get(LEAD_VARIABLE) or 0))
 
     @property
     def need_s(self) -> float:
@@ -70,19 +73,26 @@ class TimeLimit:
         """Whether to save and leave now. Called once a step."""
         now = self._clock()
         self._step_s, self._last = max(self._step_s, now - self._last), now
+        if now >= self._retry:
+            self._look()
         if self._end is None or self._end - now > self.need_s:
             return False
-        with suppress(LaunchError):  # a controller that does not answer now changes nothing
-            self._end = self._asked()
+        self._look()
         return self._end is not None and self._end - now <= self.need_s
 
     def begin_step(self) -> None:
         """A step begins: what came since the last one was a save, which is counted on its own."""
         self._last = self._clock()
 
-    def _asked(self) -> float | None:
-        left = self._ask()
-        return None if left is None else self._clock() + left
+    def _look(self) -> None:
+        """Ask how much is left. A controller that does not answer changes nothing, and is asked again later."""
+        try:
+            left = self._ask()
+        except LaunchError:
+            self._retry = self._clock() + RETRY_S
+            return
+        self._retry = math.inf
+        self._end = None if left is None else self._clock() + left
 
 
 def seconds_left(job: str) -> float | None:

@@ -7,12 +7,22 @@ keeps one line a life; a number of lives in a row that began at the same step me
 from __future__ import annotations
 
 import json
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from hpctrain.checkpoint.lock import RunFolderInUse
 from hpctrain.errors import LaunchError
 
 FILE = "lives.jsonl"
+SUCCESSOR = "successor"
+"""File with the key of a life that waits for an earlier one of the same job to go."""
+
+WAIT_S = 180.0
+"""How long it waits: the earlier life looks at the end of each step, and then saves."""
+
 MAX_WITHOUT_PROGRESS = 3
 """Lives in a row that may begin at the same step."""
 
@@ -23,7 +33,7 @@ class Life:
 
     Attributes:
         key: of the launcher: names the job, its step and its restart.
-        step: where it began.
+        step: where it began; -1 of one that has not come so far.
     """
 
     key: str
@@ -31,15 +41,38 @@ class Life:
 
 
 def lives(folder: Path) -> list[Life]:
-    """All lives of a run so far; torn lines are left out."""
+    """All lives of a run so far, in order; torn lines are left out. A life may have two lines, and the later holds."""
     path = folder / FILE
-    out = []
+    out: dict[str, Life] = {}
     for line in path.read_text().splitlines() if path.exists() else []:
         try:
-            out.append(Life(**json.loads(line)))
+            life = Life(**json.loads(line))
         except (ValueError, TypeError):
             continue
-    return out
+        out[life.key] = life
+    return list(out.values())
+
+
+def knock(folder: Path, key: str, restarts: int) -> None:
+    """Note that a life begins, before all that could end it. Called by the first rank.
+
+    Raises:
+        LaunchError: a requeued job whose last lives all ended before they began to train.
+    """
+    with suppress(OSError):  # what is wrong with the folder is said by all ranks together, later
+        _write(folder, Life(key, -1))
+    before = [life for life in lives(folder) if _job(life.key) == _job(key)][:-1][-MAX_WITHOUT_PROGRESS:]
+    if restarts and len(before) == MAX_WITHOUT_PROGRESS and all(life.step < 0 for life in before):
+        raise LaunchError(
+            f"{len(before)} lives in a row of {folder} ended before they began to train: not tried again; "
+            f"look at {folder / 'logs'} for what ends them, then submit the run anew."
+        )
+
+
+def _write(folder: Path, life: Life) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / FILE).open("a") as file:
+        file.write(json.dumps(asdict(life)) + "\n")
 
 
 def begin(folder: Path, life: Life, restarts: int) -> None:
@@ -53,21 +86,67 @@ def begin(folder: Path, life: Life, restarts: int) -> None:
     Raises:
         LaunchError: a requeued job that has made no progress in its last lives.
     """
-    with (folder / FILE).open("a") as file:
-        file.write(json.dumps(asdict(life)) + "\n")
-    count = in_a_row(lives(folder))
+    _write(folder, life)
+    count = in_a_row([past for past in lives(folder) if _job(past.key) == _job(life.key)])
     if restarts and count > MAX_WITHOUT_PROGRESS:
         raise LaunchError(
-            f"{count} lives in a row of {folder} began at step {life.step} and came no further: not tried again; "
+            f"{count} lives in a row of {folder} came no further than step {life.step}: not tried again; "
             f"look at {folder / 'logs'} for what ends them, then submit the run anew."
         )
 
 
 def in_a_row(all_lives: list[Life]) -> int:
-    """How many of the last lives began where the last one did."""
-    count = 0
+    """How many of the last lives, the last one included, have not brought the run further: no more than one step, which
+    a life that is too short for its saves makes too."""
+    count, next_step = 0, all_lives[-1].step
     for life in reversed(all_lives):
-        if life.step != all_lives[-1].step:
+        if life.step >= 0 and next_step - life.step > 1:
             break
-        count += 1
+        count, next_step = count + 1, life.step if life.step >= 0 else next_step
     return count
+
+
+@contextmanager
+def succeed(
+    folder: Path, key: str, restarts: int, hold: Callable[[Path], AbstractContextManager[None]]
+) -> Iterator[None]:
+    """Hold a run folder, in a requeued job also against an earlier life of it that still trains.
+
+    Slurm starts a job anew when a node does not answer; where only its slurmd died, the ranks there know nothing of it.
+
+    Args:
+        folder: of the run.
+        key: of this life.
+        restarts: how often the job was requeued.
+        hold: the lock.
+
+    Raises:
+        RunFolderInUse: it is another job's, or the earlier life does not go.
+    """
+    deadline = time.monotonic() + (WAIT_S if restarts else 0.0)
+    file = folder / SUCCESSOR
+    with ExitStack() as held:
+        while True:
+            try:
+                held.enter_context(hold(folder))
+                break
+            except RunFolderInUse:
+                if time.monotonic() >= deadline:
+                    raise
+                file.write_text(key)
+                time.sleep(0.5)
+        file.unlink(missing_ok=True)
+        yield
+
+
+def succeeded(folder: Path, key: str) -> bool:
+    """Whether a later life of the job of `key` waits for the run folder."""
+    with suppress(OSError):
+        other = (folder / SUCCESSOR).read_text()
+        return other != key and _job(other) == _job(key)
+    return False
+
+
+def _job(key: str) -> str:
+    """A key is `slurm-JOB-STEP-RESTART`."""
+    return "-".join(key.split("-")[:2])

@@ -12,7 +12,11 @@ SHOWN = 6
 
 _LIFE = "Starting with JobEnvironment"
 """What submitit prints as a rank begins; a requeued job goes on in the same file."""
-_CONSEQUENCE = re.compile(r"rank \d+ (stopped because|lost the connection)|CANCELLED AT|Force Terminated|Killed$")
+_EARLIER = re.compile(r".*DUE TO (JOB REQUEUE|PREEMPTION|NODE FAILURE)[^\n]*", re.DOTALL)
+"""All that an earlier life left in the output of the batch script, up to how Slurm ended it."""
+_CAUSE = re.compile(r": task [\d,-]+: ")
+"""What srun says of the first task that ended badly; it ends the others itself."""
+_CONSEQUENCE = re.compile(r"rank \d+ (stopped because|lost the connection)|CANCELLED AT|Force Terminated|^Timed out")
 
 
 def reasons(logs: Path, job: str) -> list[str]:
@@ -23,11 +27,19 @@ def reasons(logs: Path, job: str) -> list[str]:
         job: its id.
     """
     found: dict[str, str] = {}
-    for path in (*sorted((logs / job).glob("rank-*.log"), key=_rank), logs / f"slurm-{job}.out"):
+    said: set[str] = set()
+    for path in (logs / f"slurm-{job}.out", *sorted((logs / job).glob("rank-*.log"), key=_rank)):
         for text in _errors(path):
-            found.setdefault(text, f"{path.stem}: {text}")
-    ordered = sorted(found, key=lambda text: bool(_CONSEQUENCE.search(text)))
-    return [found[text] for text in ordered[:SHOWN]]
+            consequence = bool(_CONSEQUENCE.search(text))
+            alike = re.sub(r"\d+", "", text) if consequence else text  # many ranks say that they lost one
+            if alike not in said:
+                said.add(alike)
+                found.setdefault(text, f"{path.stem}: {text}")
+    ordered = sorted(found, key=lambda text: (bool(_CONSEQUENCE.search(text)), bool(_CAUSE.search(text))))
+    first = [text for text in ordered if _CAUSE.search(text)][:1]
+    rest = [text for text in ordered if text not in first]
+    own = [text for text in rest if not _CONSEQUENCE.search(text)][: SHOWN - 1]
+    return [found[text] for text in (own + first + [t for t in rest if t not in own])[:SHOWN]]
 
 
 def _rank(path: Path) -> int:
@@ -39,7 +51,7 @@ def _errors(path: Path) -> Iterator[str]:
     with suppress(OSError), path.open("rb") as file:
         file.seek(max(0, path.stat().st_size - TAIL_BYTES))
         text = file.read().decode(errors="replace")
-    lines = text.rpartition(_LIFE)[2].splitlines()
+    lines = _EARLIER.sub("", text.rpartition(_LIFE)[2]).splitlines()
     for line in lines:
         if line.startswith(("error: ", "srun: error: ", "slurmstepd: error: ")):
             yield line.partition("error: ")[2].strip()

@@ -128,6 +128,45 @@ def check_time(text: str) -> str:
     return text
 
 
+def check_lead(profile: Profile, limit: str | None) -> None:
+    """Refuse a job that would be warned as soon as it begins, and requeue itself at every step.
+
+    Args:
+        profile: of the site.
+        limit: time limit of the submission, over the profile's.
+
+    Raises:
+        ConfigError: names both.
+    """
+    time = limit or profile.time
+    seconds = limit_seconds(time) if time and time[0].isdigit() else None
+    if seconds and profile.signal_lead_s >= seconds:  # to Slurm, 0 is no limit
+        raise ConfigError(
+            "--time",
+            str(time),
+            f"is {seconds} s, and the profile has ranks warned {profile.signal_lead_s} s before the limit",
+            "ask for more time, or use a profile with a smaller signal_lead_s",
+        )
+
+
+def limit_seconds(text: str) -> int:
+    """Seconds of a time limit as sbatch reads it: minutes, minutes:seconds, hours:minutes:seconds, days-hours, ...
+
+    Source: the man page of sbatch, option --time.
+    """
+    days, dash, rest = text.rpartition("-")
+    parts = [int(part) for part in rest.split(":")]
+    if dash:
+        hours, minutes, seconds = (*parts, 0, 0)[:3]
+    elif len(parts) == 1:
+        hours, minutes, seconds = 0, parts[0], 0
+    elif len(parts) == 2:
+        hours, minutes, seconds = 0, *parts
+    else:
+        hours, minutes, seconds = parts
+    return ((int(days or 0) * 24 + hours) * 60 + minutes) * 60 + seconds
+
+
 def _templates() -> Traversable:
     return files("hpctrain.launch").joinpath("templates")
 

@@ -17,6 +17,11 @@ from hpctrain.launch.profile import Container, Profile, Site
 WARNING_SIGNAL = "USR2"
 """Sent to every rank before the time limit and at preemption. NCCL may use USR1."""
 
+_HELD = f'trap "" {WARNING_SIGNAL}; b="env --block-signal={WARNING_SIGNAL}"; $b true 2>/dev/null || b=; exec $b "$@"'
+"""Run by the shell that becomes a rank. Until Python says what the warning means, it would end the process; blocked it
+waits, through every exec and also inside a container. An env that cannot block (coreutils before 8.31) leaves it
+ignored: such a rank lives on, but has not heard."""
+
 PASSED = (
     "HPCTRAIN_",
     "SLURM",
@@ -173,7 +178,7 @@ def _srun(config: RunConfig, profile: Profile, folders: JobFolders, python: str)
         arguments += _container_srun_args(profile.container, folders)
         command = _in_container(profile, profile.container, folders, command)
     arguments += [f'--output="{folders.logs}/$job/rank-%t.log"', *map(shlex.quote, profile.srun_args)]
-    return " \\\n  ".join([*arguments, " ".join(command)])
+    return " \\\n  ".join([*arguments, f"sh -c {shlex.quote(_HELD)} rank", " ".join(command)])
 
 
 def _mounts(container: Container, folders: JobFolders) -> list[str]:

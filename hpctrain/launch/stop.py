@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import FrameType
 
@@ -13,28 +14,37 @@ SIGNALS = (signal.SIGUSR2, signal.SIGTERM)
 """What Slurm sends before a time limit or at a preemption (`--signal=USR2@lead`, then TERM). USR1 is NCCL's."""
 
 
+LOOK_S = 2.0
+"""Between looks for a later life: it costs a read of a shared file system."""
+
+
 class StopRequest:
     """Remembers that a signal came. A second one, or one during a save, changes nothing.
 
     Args:
         limit: of the job's time, on the rank that looks after it.
+        replaced: whether a later life of the job waits for this one to go, on the same rank.
 
     Attributes:
         received: number of the first signal; None while none came.
+        outlived: a later life waits.
     """
 
-    def __init__(self, limit: TimeLimit | None = None) -> None:
-        self.limit = limit
+    def __init__(self, limit: TimeLimit | None = None, replaced: Callable[[], bool] = lambda: False) -> None:
+        self.limit, self._replaced = limit, replaced
         self.received: int | None = None
-        self._out_of_time = False
+        self.outlived = self._out_of_time = False
+        self._looked = time.monotonic()
 
     def __bool__(self) -> bool:
-        return self.received is not None or self._out_of_time
+        return self.received is not None or self._out_of_time or self.outlived
 
     def at_boundary(self) -> bool:
         """Whether this rank wants to stop, at the end of a step."""
         if self.limit is not None and not self:
             self._out_of_time = self.limit.near()
+        if not self and time.monotonic() - self._looked > LOOK_S:
+            self.outlived, self._looked = self._replaced(), time.monotonic()
         return bool(self)
 
     def saved(self, seconds: float) -> str:
@@ -49,6 +59,8 @@ class StopRequest:
     @property
     def reason(self) -> str:
         """The signal's name, or the time limit; if neither is known here, another rank has been asked."""
+        if self.outlived:
+            return "a later life of this job, which Slurm has started elsewhere"
         if self._out_of_time:
             return "the time limit"
         return "a signal to another rank" if self.received is None else signal.Signals(self.received).name

@@ -31,10 +31,12 @@ LOOK_S = 5.0
 RANKS_A_SECOND = 500
 """Beats a second that one store is asked to take, at most."""
 
+LOOKERS = (2, 16, 64)
+"""Of the ranks that wait in one collective the first two look for those that are missing: all of them would ask the
+store for all others. When nothing has come of it for as long as it takes, those two may be missing, and more look."""
+
 FAILURE = "failure"
 """Key of the sentence about what failed first."""
-
-_COMPUTING = ("forward", "backward", "optimizer")
 
 
 class PeerLost(LaunchError):
@@ -55,7 +57,6 @@ class Watchdog:
         meter: what this rank does.
         timeout_s: longest wait for ranks that live.
         leave: ends the process with an error; called from a thread.
-        asynchronous: whether the device runs behind the host, so that the host waits elsewhere than in a collective.
         silence_s: see `SILENCE_S`.
     """
 
@@ -67,11 +68,10 @@ class Watchdog:
         meter: Meter,
         timeout_s: float,
         leave: Callable[[LaunchError], None],
-        asynchronous: bool,
         silence_s: float,
     ) -> None:
         self.rank, self.world, self.meter, self.timeout_s, self.leave = rank, world, meter, timeout_s, leave
-        self.asynchronous, self.silence_s = asynchronous, silence_s
+        self.silence_s = silence_s
         self.every_s = max(0.5, world / RANKS_A_SECOND)
         self._store: Store = store.clone()  # type: ignore[attr-defined]
         self._ended = threading.Event()
@@ -128,12 +128,17 @@ class Watchdog:
                 self._beat()
                 if self._store.check([FAILURE]):
                     self._follow(self._store.get(FAILURE).decode())
-                for other in self._wanted:
-                    if self._store.check([f"beat/{other}"]):
-                        self._heard[other] = Beat.load(self._store.get(f"beat/{other}"))
+                self._listen(self._wanted)
                 self._answers += 1
             except RuntimeError:  # the store went with rank 0, and the collectives with it
                 return
+
+    def _listen(self, ranks: tuple[int, ...]) -> None:
+        keys = {rank: f"beat/{rank}" for rank in ranks}
+        if ranks and not self._store.check(list(keys.values())):  # some never came as far as to beat
+            keys = {rank: key for rank, key in keys.items() if self._store.check([key])}
+        for rank, text in zip(keys, self._store.multi_get(list(keys.values())) if keys else []):
+            self._heard[rank] = Beat.load(text)
 
     def _follow(self, failure: str) -> None:
         """Another rank has failed: give this one a moment to find out by itself, then leave."""
@@ -144,14 +149,14 @@ class Watchdog:
         changes, answers, answered_s = -1, -1, 0.0
         seen = _Seen()
         while not self._ended.wait(self.every_s) and self._watching:
-            blocked = self._blocked()
+            blocked = self.meter.awaited()
             if changes != self.meter.changes or blocked is None:
                 self._idle_s = self._idle_s + self.every_s if changes == self.meter.changes else 0.0
                 changes, seen, answered_s, self._wanted = self.meter.changes, _Seen(), 0.0, ()
                 continue
             self._idle_s += self.every_s
             answered_s += self.every_s
-            if self._idle_s < LOOK_S and self._idle_s < self.timeout_s:
+            if not self._looks(blocked):
                 continue
             late = self._idle_s >= self.timeout_s
             self._wanted = self._others(tuple(range(self.world)) if late else blocked.ranks)
@@ -162,11 +167,12 @@ class Watchdog:
                 self._end(said)
                 return
 
-    def _blocked(self) -> Collective | None:
-        """The collective that this rank waits in."""
-        if self.meter.blocked is None and self.asynchronous and self.meter.doing in _COMPUTING:
-            return self.meter.last
-        return self.meter.blocked
+    def _looks(self, blocked: Collective) -> bool:
+        """Whether it is this rank's turn to look."""
+        late = max(0.0, self._idle_s - LOOK_S) / (self.silence_s + 4 * LOOK_S)
+        turn = LOOKERS[min(int(late), len(LOOKERS) - 1)]
+        waited = self._idle_s >= min(LOOK_S, self.timeout_s)
+        return waited and (self.rank not in blocked.ranks or blocked.ranks.index(self.rank) < turn)
 
     def _verdict(self, blocked: Collective, seen: _Seen, answered_s: float) -> str:
         if said := silent(self._heard, seen.quiet_s, self.silence_s):

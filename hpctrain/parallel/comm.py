@@ -92,6 +92,8 @@ class Pending(Generic[T]):
         self, meter: Meter, collective: Collective | None, works: list[dist.Work], finish: Callable[[], T]
     ) -> None:
         self._meter, self._collective, self._works, self._finish = meter, collective, works, finish
+        if meter.asynchronous and works:
+            meter.in_flight = works
         self._result: T | None = None
 
     @property

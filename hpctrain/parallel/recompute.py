@@ -36,10 +36,11 @@ def recompute(function: Callable[..., Tensor], *inputs: Any) -> Tensor:
 
 
 class _Ahead(torch.autograd.Function):
-    """Identity at the end of what is recomputed, which makes that happen before any backward in it begins.
+    """Identity at the end of what is recomputed, which makes that happen before any backward in it begins, and whole.
 
-    Otherwise the first tensor asked for would start it, in the midst of a module's backward. ZeRO-3 has fetched
-    that module's parameters by then, and would free them when the module is left for the second time.
+    PyTorch begins when the first tensor is asked for, in the midst of a module's backward, and ends by an exception
+    in the midst of that module's second forward. ZeRO-3 counts on modules that are left as often as entered: its
+    list of open ones grows for ever. Run to the end from there, it would free parameters whose backward has begun.
     """
 
     @staticmethod

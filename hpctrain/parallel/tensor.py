@@ -33,7 +33,7 @@ class Region:
     Attributes:
         axis: tp.
         sequence: outside it activations are sharded over the sequence; otherwise they are replicated.
-        overlap: backward sends beside computation.
+        overlap: backward computes the weights' gradients while the input's is summed.
     """
 
     axis: Axis

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 
 class Event(NamedTuple):
@@ -43,6 +43,12 @@ class Traffic:
     seconds: float = 0.0
 
 
+class Work(Protocol):
+    """A part of a collective that was begun."""
+
+    def is_completed(self) -> bool: ...
+
+
 @dataclass
 class Meter:
     """Counters of one rank. Passed to whoever has something to count; never global.
@@ -55,6 +61,8 @@ class Meter:
         seconds: time by phase (data, forward, backward, optimizer, ...).
         traffic: by (operation, axis name).
         events: a trace, kept only while `tracing`.
+        asynchronous: the device runs behind the host, which goes on before a collective has ended.
+        in_flight: where it does, the parts of the last collective.
         step: of the optimizer, that is under way; whoever runs the steps says so.
         doing: the phase that is open.
         blocked: the collective that the rank waits in.
@@ -66,6 +74,8 @@ class Meter:
     traffic: dict[tuple[str, str], Traffic] = field(default_factory=lambda: defaultdict(Traffic))
     events: list[Event] = field(default_factory=list)
     tracing: bool = False
+    asynchronous: bool = False
+    in_flight: Sequence[Work] = ()
     step: int = 0
     doing: str = "start"
     blocked: Collective | None = None
@@ -109,6 +119,12 @@ class Meter:
             now = time.perf_counter()
             self.events.append(Event(f"sent {operation}[{axis}]", now, now))
 
+    def awaited(self) -> Collective | None:
+        """The collective that the rank waits in, or that its device does."""
+        if self.blocked is None and any(not work.is_completed() for work in self.in_flight):
+            return self.last
+        return self.blocked
+
     @contextmanager
     def waiting(self, collective: Collective) -> Iterator[None]:
         """Add the time of the block to what is waited for collectives. It is blocked no more when the block raises:
@@ -122,7 +138,11 @@ class Meter:
             end = time.perf_counter()
             self.blocked = None
             self.changes += 1
-            self.traffic[collective.operation, collective.axis].seconds += end - start
+            counted = self.traffic.get((collective.operation, collective.axis))
+            if counted is not None:  # objects are no traffic: rare, small, and of no formula
+                counted.seconds += end - start
+            else:
+                self.seconds[collective.operation] += end - start
             self._charged += end - start
             if self.tracing:
                 self.events.append(Event(f"{collective.operation}[{collective.axis}]", start, end))

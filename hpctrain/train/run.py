@@ -16,7 +16,7 @@ from hpctrain.config.validate import validate
 from hpctrain.launch.bootstrap import process_group
 from hpctrain.launch.identity import ALONE, Identity, detect
 from hpctrain.launch.limit import TimeLimit
-from hpctrain.launch.lives import Life, begin
+from hpctrain.launch.lives import Life, begin, knock, succeed, succeeded
 from hpctrain.launch.stop import StopRequest
 from hpctrain.telemetry.console import ConsoleView
 from hpctrain.telemetry.environment import write_environment
@@ -36,6 +36,7 @@ class Summary:
         stopped: it was asked to stop before its last step, and has saved.
         loss: of validation, nats a token, if there was one.
         unigram_entropy: of the corpus, to compare it with.
+        outlived: it stopped because a later life of its job had begun; known on the first rank.
     """
 
     folder: Path
@@ -44,6 +45,7 @@ class Summary:
     loss: float | None
     unigram_entropy: float
     stopped: bool = False
+    outlived: bool = False
 
 
 def rank_main(settings: dict[str, Any], console: bool) -> Summary:
@@ -58,10 +60,13 @@ def rank_main(settings: dict[str, Any], console: bool) -> Summary:
     validate(config, identity.world)
     cluster = config.cluster
     folder = config.run_folder
+    restarts = int(os.environ.get("SLURM_RESTART_COUNT", "0"))
+    if identity.rank == 0:
+        knock(folder, identity.key, restarts)
     with (
         process_group(identity, folder, cluster.device, cluster.timeout_s, cluster.threads, cluster.silence_s) as world,
         ExitStack() as held,
-        StopRequest(TimeLimit.of_job(os.environ) if identity.rank == 0 else None).listening() as stop,
+        _stop_request(folder, identity).listening() as stop,
     ):
         from hpctrain.parallel.agree import everywhere
         from hpctrain.train.loop import train
@@ -72,7 +77,8 @@ def rank_main(settings: dict[str, Any], console: bool) -> Summary:
             config, world.device, identity.world, identity.local_world, world.meter, world.group_timeout_s
         )
         first = identity.rank == 0
-        everywhere(lambda: held.enter_context(hold(folder)) if first else None, session.mesh.world)
+        lock = succeed(folder, identity.key, restarts, hold)
+        everywhere(lambda: held.enter_context(lock) if first else None, session.mesh.world)
         progress, found = resume(session)
         before = progress.step
         sinks = everywhere(lambda: _sinks(config, before, console) if first else Sinks([], _warn), session.mesh.world)
@@ -81,7 +87,6 @@ def rank_main(settings: dict[str, Any], console: bool) -> Summary:
         layout = session.mesh.layout.describe()
         facts = {f"seconds_{phase}": round(seconds, 2) for phase, seconds in world.seconds.items()}
         sinks.write(event("start", before, f"{layout} on {world.device.type}, in {folder}", **facts))
-        restarts = int(os.environ.get("SLURM_RESTART_COUNT", "0"))
         life = Life(identity.key, before)
         everywhere(lambda: begin(folder, life, restarts) if first else None, session.mesh.world)
         try:
@@ -92,7 +97,14 @@ def rank_main(settings: dict[str, Any], console: bool) -> Summary:
         entropy = session.corpus.header.entropy
         if first:
             _picture(folder, entropy)
-    return Summary(folder, progress.step, progress.step - before, ending.loss, entropy, ending.stopped)
+    return Summary(folder, progress.step, progress.step - before, ending.loss, entropy, ending.stopped, stop.outlived)
+
+
+def _stop_request(folder: Path, identity: Identity) -> StopRequest:
+    """The first rank looks after the time limit, and whether Slurm has started the job anew elsewhere."""
+    if identity.rank:
+        return StopRequest()
+    return StopRequest(TimeLimit.of_job(os.environ), lambda: succeeded(folder, identity.key))
 
 
 def on_these_ranks(config: RunConfig, identity: Identity) -> RunConfig:

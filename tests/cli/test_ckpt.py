@@ -16,7 +16,7 @@ from hpctrain.cli.ckpt import ckpt
 from hpctrain.errors import CheckpointError
 from tests.checkpoint.state import TENSORS, FakeState, alone
 
-EXTRA = {"engine": "deepspeed", "layout": {"pp": 1, "dp": 4, "tp": 2}, "consumed_samples": 1600}
+EXTRA = {"engine": "deepspeed", "layout": {"pp": 1, "dp": 4, "tp": 2, "sp": True}, "consumed_samples": 1600}
 
 
 @pytest.fixture
@@ -47,7 +47,7 @@ def test_ls(run: Path) -> None:
     assert shown.exit_code == 0
     first, second = shown.stdout.splitlines()[1:]
     assert "100" in first and "*" not in first and "200" in second and "*" in second
-    assert "dp=4 tp=2" in second and "committed" in second
+    assert "dp=4 tp=2 sp" in second and "committed" in second
 
 
 def test_ls_names_a_manifest_that_cannot_be_read(run: Path) -> None:

@@ -6,7 +6,6 @@ import errno
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 
 import click
@@ -50,12 +49,12 @@ def test_help_imports_nothing_heavy() -> None:
 
 
 def test_help_answers_at_once() -> None:
-    def seconds() -> float:
-        start = time.perf_counter()
-        subprocess.run([sys.executable, "-m", "hpctrain", "--help"], capture_output=True, check=True)
-        return time.perf_counter() - start
-
-    assert min(seconds() for _ in range(3)) < 0.5
+    """What takes long to import is not imported for it."""
+    code = "import sys\nfrom hpctrain.cli import main\ntry:\n    main(['--help'])\nfinally:\n    print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    loaded = {name.split(".")[0] for name in done.stdout.splitlines()[-1].split()}
+    assert "click" in loaded
+    assert not loaded & {"torch", "numpy", "pydantic", "h5py", "submitit", "deepspeed", "matplotlib", "rich"}
 
 
 def test_version() -> None:

@@ -130,7 +130,7 @@ def test_a_picture(tmp_path: Path) -> None:
         ),
         (
             "--stages 1000 --micro-batches 1000",
-            "error: micro_batches=1000: 1000 stages x 1 chunks x micro-batches must be at most 200,000; "
+            "error: micro_batches=1000: 1000 stages x 1 chunks x micro-batches must be at most 50,000; "
             "fewer show the same pattern.\n",
         ),
         (

@@ -111,7 +111,7 @@ def test_a_run_that_cannot_fit_is_refused_by_its_estimate(corpus, tmp_path):
 def test_train_resume_generate(corpus, tmp_path):
     """Two ranks, then the same run again, longer, under another layout, and text from it under both."""
     arguments = [f"data.corpus={corpus}", f"folder={tmp_path}", *TINY]
-    first = command("train", "gpt-tiny", *arguments)
+    first = command("train", "gpt-tiny", *arguments, "parallel.sp=true", "train.recompute=full")
     assert first.returncode == 0, first.stderr
     assert (
         "step 4/4" in first.stdout and "validation loss" in first.stdout and str(tmp_path / "gpt-tiny") in first.stdout
@@ -126,10 +126,8 @@ def test_train_resume_generate(corpus, tmp_path):
     assert [r["step"] for r in records if r["kind"] == "train"] == [1, 2, 3, 4, 5, 6]
     assert {p.name for p in Path(folder).iterdir()} >= {"config.yaml", "environment.json", "checkpoints", "loss.png"}
     texts = [
-        command(
-            "generate", str(folder), "--prompt", "to be", "--tokens", "20", "--temperature", "0", f"parallel.tp={tp}"
-        )
-        for tp in (1, 2)
+        command("generate", str(folder), "--prompt", "to be", "--tokens", "20", "--temperature", "0", *how)
+        for how in (["parallel.tp=1"], ["parallel.tp=2", "parallel.sp=true"])
     ]
     assert [t.returncode for t in texts] == [0, 0], texts[1].stderr
     assert texts[0].stdout == texts[1].stdout and texts[0].stdout.startswith("to be")

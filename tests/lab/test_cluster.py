@@ -120,6 +120,19 @@ def test_preempted_job_is_warned_and_requeued(slurm: Cluster, tmp_path: Path) ->
     assert state(slurm, job) == "RUNNING"
 
 
+def test_job_outlives_its_slurmd(slurm: Cluster, tmp_path: Path) -> None:
+    begun, go, log = (tmp_path / name for name in ("begun", "go", "log"))
+    job = sbatch(slurm, f"touch {begun}; until [ -e {go} ]; do sleep 0.1; done; echo done >{log}", "--nodelist=n2")
+    wait_until(begun.exists)
+    kill_node(slurm.spec, "n2", slurmd_only=True)
+    assert [row["daemons"] for row in status(slurm)["machines"] if row["name"] == "n2"] == [["slurmstepd"]]
+    start_node(slurm.spec, "n2")
+    assert state(slurm, job) == "RUNNING"
+    go.touch()
+    wait_until(log.exists)
+    wait_until(lambda: state(slurm, job) == "")
+
+
 def test_unknown_node(slurm: Cluster) -> None:
     for act in (kill_node, start_node):
         with pytest.raises(LabError, match="the lab has no node 'head'; it has n0, n1, n2, n3"):

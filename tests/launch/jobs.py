@@ -3,11 +3,15 @@
 import os
 import signal
 import sys
+import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 from hpctrain.errors import ConfigError
 from hpctrain.launch.identity import detect
+from hpctrain.launch.rendezvous import _mpi_broadcast
+from hpctrain.launch.stop import StopRequest
 
 
 def who(extra):
@@ -53,8 +57,9 @@ def report(folder):
     found = {name: os.environ.get(name) for name in names}
     found |= {"rank": me.rank, "world": me.world, "local_rank": me.local_rank, "local_world": me.local_world}
     found |= {"life": int(os.environ.get("SLURM_RESTART_COUNT", 0)), "code": hpctrain.__file__, "cwd": os.getcwd()}
+    found["host"] = os.uname().nodename
     handled = (signal.SIGTERM, signal.SIGCONT, signal.SIGUSR2)
-    found["handlers"] = [getattr(signal.getsignal(number), "name", "ours") for number in handled]
+    found["handlers"] = [getattr(handler, "name", handler.__module__) for handler in map(signal.getsignal, handled)]
     Path(folder).mkdir(parents=True, exist_ok=True)
     part = Path(folder) / f".{me.rank}.part"
     part.write_text(json.dumps(found))
@@ -69,6 +74,36 @@ def sleep(folder, seconds=60):
 def sleep_once(folder):
     """Sleeps in the first life of its job only."""
     sleep(folder, 0 if os.environ.get("SLURM_RESTART_COUNT") else 60)
+
+
+def obey(folder, lives=1):
+    """Waits to be asked to stop, in the first `lives` lives of its job, and leaves a file for each thing it does.
+
+    Returns what a training that stopped would.
+    """
+    life = int(os.environ.get("SLURM_RESTART_COUNT") or 0)
+    me = Path(folder) / f"{detect(os.environ).rank}.{life}"
+    me.parent.mkdir(parents=True, exist_ok=True)
+    me.with_name(f"{me.name}.began").touch()
+    if life >= lives:
+        return SimpleNamespace(stopped=False)
+    with StopRequest().listening() as stop:
+        threading.Thread(target=time.sleep, args=(5,), daemon=True).start()  # any signal may find it, as in a training
+        me.with_name(f"{me.name}.listens").touch()
+        deadline = time.monotonic() + 120
+        while not stop and time.monotonic() < deadline:
+            time.sleep(0.02)
+    me.with_name(f"{me.name}.{stop.reason}").touch()
+    os.kill(os.getpid(), signal.SIGUSR2)  # once more, when it has saved
+    time.sleep(0.1)
+    return SimpleNamespace(stopped=bool(stop))
+
+
+def through_mpi(folder):
+    """What a rank hears of rank 0 through MPI, in a file of its own."""
+    me = detect(os.environ)
+    heard = _mpi_broadcast(me, f"note of rank {me.rank}", time.monotonic() + 60)
+    Path(folder, str(me.rank)).write_text(f"{me.source} {me.mpi} {heard}")
 
 
 def line_up(file):

@@ -11,40 +11,27 @@ from pathlib import Path
 import pytest
 
 from hpctrain.cli import main
-from hpctrain.data.build import build
-from hpctrain.data.sources import list_sources
 from hpctrain.lab import Cluster, kill_node, start_node
-from hpctrain.launch.jobs import locate, wait
+from hpctrain.launch.jobs import wait
 from hpctrain.launch.postmortem import reasons
-from tests.launch.test_submit_lab import on_the_lab, until
-from tests.launch.test_survival_lab import TINY, losses, records
+from tests.launch.training import FOUR, build_corpus, losses, records, submit, until
 
 pytestmark = [pytest.mark.slurm, pytest.mark.xdist_group("slurm"), pytest.mark.usefixtures("on_the_lab")]
-assert on_the_lab
 
 ENDED_WITHIN_S = 60
-"""Promised: 15 s for a rank that died, `cluster.silence_s` more for one that hangs; and the machine may be loaded."""
+"""As promised for a rank that died; one that hangs has `cluster.silence_s` less, which is short here."""
 
 
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("faults")
-    texts = folder / "texts"
-    texts.mkdir()
-    for i in range(8):
-        (texts / f"{i}.txt").write_bytes(b"to be or not to be, that is the question " * (i + 3))
-    build(folder / "corpus.h5", list_sources([texts]), [texts])
-    return folder / "corpus.h5"
+    return build_corpus(tmp_path_factory.mktemp("faults"))
 
 
-def submit(folder: Path, corpus: Path, *settings: str) -> str:
+def begun(folder: Path, corpus: Path, *settings: str) -> str:
     """A job of two ranks on each of two nodes, once it has done some steps."""
-    arguments = ["submit", "gpt-tiny", *TINY, "name=run", f"folder={folder}", f"data.corpus={corpus}", *settings]
-    with pytest.raises(SystemExit) as end:
-        main(arguments)
-    assert end.value.code in (0, None)
-    until(lambda: len(losses(folder / "run")) > 3, 120)
-    return locate("run", folder)[1].ids[0]
+    job = submit(folder, corpus, "run", *FOUR, *settings)
+    until(lambda: len(losses(folder / "run")) > 3)
+    return job
 
 
 def rank(job: str, number: int) -> int:
@@ -60,12 +47,12 @@ def rank(job: str, number: int) -> int:
 
 
 @pytest.mark.parametrize(
-    ("number", "named"), [(signal.SIGKILL, r"task 3: Killed"), (signal.SIGSTOP, r"rank 3 \(process \d+ on n1\)")]
+    ("number", "named"), [(signal.SIGKILL, r"n1: task 3: Killed"), (signal.SIGSTOP, r"rank 3 \(process \d+ on n1\)")]
 )
 def test_a_rank_that_dies_or_hangs_ends_the_job_and_is_named(
     slurm: Cluster, tmp_path: Path, corpus: Path, capsys: pytest.CaptureFixture[str], number: int, named: str
 ) -> None:
-    job = submit(tmp_path, corpus, "train.steps=100000", "cluster.silence_s=5")
+    job = begun(tmp_path, corpus, "checkpoint.every=0", "train.steps=100000", "cluster.silence_s=5")
     began = time.monotonic()
     os.kill(rank(job, 3), number)
     assert [state.state for state in wait([job], 0.3)] == ["FAILED"]
@@ -79,7 +66,7 @@ def test_a_rank_that_dies_or_hangs_ends_the_job_and_is_named(
 
 
 def test_a_node_that_dies_is_named_and_the_job_starts_anew(slurm: Cluster, tmp_path: Path, corpus: Path) -> None:
-    job = submit(tmp_path, corpus, "train.steps=400", "checkpoint.every=20", "cluster.silence_s=5")
+    job = begun(tmp_path, corpus, "train.steps=400", "checkpoint.every=20", "cluster.silence_s=5")
     folder = tmp_path / "run"
     until(lambda: any(r.get("event") == "checkpoint" for r in records(folder)), 60)
     kill_node(slurm.spec, "n1")

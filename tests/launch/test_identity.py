@@ -3,7 +3,7 @@
 import pytest
 
 from hpctrain.errors import LaunchError
-from hpctrain.launch.identity import Identity, Master, detect, threads_per_rank, without_identity
+from hpctrain.launch.identity import Identity, Master, detect, slurm_job, threads_per_rank, without_identity
 
 ALLOCATION = {"SLURM_JOB_ID": "77", "SLURM_JOB_NUM_NODES": "2", "SLURM_NNODES": "2", "SLURM_NTASKS": "4"}
 BATCH = {**ALLOCATION, "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NODEID": "0", "SLURM_TASKS_PER_NODE": "2(x2)"}
@@ -169,3 +169,8 @@ def test_a_port_that_is_none(port):
     env = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     with pytest.raises(LaunchError, match=rf"MASTER_PORT={port} is no TCP port"):
         detect(env)
+
+
+def test_an_element_of_an_array_is_not_called_by_the_name_of_the_array() -> None:
+    element = {"SLURM_JOB_ID": "77", "SLURM_ARRAY_JOB_ID": "77", "SLURM_ARRAY_TASK_ID": "4"}
+    assert [slurm_job(env) for env in (element, STEP, {})] == ["77_4", "77", ""]

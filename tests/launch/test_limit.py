@@ -103,4 +103,20 @@ def test_a_controller_that_is_silent_changes_nothing(monkeypatch: pytest.MonkeyP
     job.now = 15.0
     assert job.step(time, 1.0), "what was known before still holds"
     monkeypatch.setattr(limit, "call", refuse)
-    assert TimeLimit.of_job({"SLURM_JOB_ID": "7", "SLURM_PROCID": "0"}) is None
+    unknown = TimeLimit.of_job({"SLURM_JOB_ID": "7", "SLURM_PROCID": "0"})
+    assert unknown is not None and not unknown.near()
+
+
+def test_a_limit_that_slurm_did_not_say_at_first_is_asked_for_again() -> None:
+    job, answers = Job(200.0), [LaunchError("busy"), LaunchError("busy")]
+
+    def ask() -> float | None:
+        if answers:
+            raise answers.pop()
+        return job.left()
+
+    time = TimeLimit(ask, 0.0, lambda: job.now)
+    assert not job.step(time, 119.0) and len(answers) == 1
+    assert not job.step(time, 1.0) and not answers
+    assert not job.step(time, 60.0), "it is asked every two minutes"
+    assert job.step(time, 60.0) and job.asked > 0

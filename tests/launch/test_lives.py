@@ -2,20 +2,64 @@
 
 from __future__ import annotations
 
-import pytest
+import time
 
+import pytest
+import torch.distributed as dist
+
+from hpctrain.checkpoint.lock import RunFolderInUse, hold
 from hpctrain.errors import LaunchError
-from hpctrain.launch.lives import FILE, MAX_WITHOUT_PROGRESS, Life, begin, in_a_row, lives
+from hpctrain.launch import stop
+from hpctrain.launch.lives import (
+    FILE,
+    MAX_WITHOUT_PROGRESS,
+    SUCCESSOR,
+    Life,
+    begin,
+    in_a_row,
+    knock,
+    lives,
+    succeed,
+    succeeded,
+)
 
 
 def test_lives_that_begin_at_the_same_step_are_counted(tmp_path):
     for restart in range(MAX_WITHOUT_PROGRESS):
-        begin(tmp_path, Life(f"job-{restart}", 7), restart)
-    with pytest.raises(LaunchError, match=rf"{MAX_WITHOUT_PROGRESS + 1} lives in a row .* began at step 7"):
-        begin(tmp_path, Life("job-3", 7), MAX_WITHOUT_PROGRESS)
-    begin(tmp_path, Life("by hand", 7), 0)
-    begin(tmp_path, Life("job-5", 8), 5)
+        begin(tmp_path, Life(f"slurm-1-0-{restart}", 7), restart)
+    with pytest.raises(LaunchError, match=rf"{MAX_WITHOUT_PROGRESS + 1} lives in a row .* no further than step 7"):
+        begin(tmp_path, Life("slurm-1-0-3", 7), MAX_WITHOUT_PROGRESS)
+    begin(tmp_path, Life("slurm-1-0-9", 7), 0)  # a person's start is never refused
+    begin(tmp_path, Life("slurm-2-0-1", 7), 1)  # nor is another job for what this one did
+    begin(tmp_path, Life("slurm-1-0-10", 9), 10)
     assert in_a_row(lives(tmp_path)) == 1
+
+
+@pytest.mark.parametrize(
+    ("steps", "count"),
+    [
+        ([0], 1),
+        ([0, 0], 2),
+        ([0, 1, 2, 3], 4),
+        ([0, 2, 4], 1),
+        ([5, 5, 50], 1),
+        ([3, -1, -1, 3], 4),
+        ([0, 9, -1, 9], 3),
+    ],
+)
+def test_a_step_a_life_is_no_progress_and_neither_is_a_life_that_did_not_begin(steps, count):
+    assert in_a_row([Life(str(i), step) for i, step in enumerate(steps)]) == count
+
+
+def test_lives_that_end_before_they_train_are_counted_too(tmp_path):
+    for restart in range(MAX_WITHOUT_PROGRESS):
+        knock(tmp_path, f"slurm-1-0-{restart}", restart)
+    with pytest.raises(LaunchError, match=r"3 lives in a row .* ended before they began to train"):
+        knock(tmp_path, "slurm-1-0-3", 3)
+    knock(tmp_path, "slurm-1-0-4", 0)
+    begin(tmp_path, Life("slurm-1-0-4", 0), 0)
+    assert lives(tmp_path)[-1] == Life("slurm-1-0-4", 0)
+    knock(tmp_path, "slurm-1-0-5", 5)
 
 
 def test_a_torn_line_is_left_out(tmp_path):
@@ -23,3 +67,44 @@ def test_a_torn_line_is_left_out(tmp_path):
     with (tmp_path / FILE).open("a") as file:
         file.write('{"key": "b", "st')
     assert lives(tmp_path) == [Life("a", 1)] and lives(tmp_path / "nowhere") == []
+
+
+def train_until_outlived(folder, key, seconds):
+    """An earlier life: holds the folder until a later one of its job waits. Runs in a process of its own."""
+    stop.LOOK_S = 0.1
+    asked = stop.StopRequest(replaced=lambda: succeeded(folder, key))
+    end = time.monotonic() + seconds
+    with hold(folder):
+        (folder / "holds").touch()
+        while not asked.at_boundary() and time.monotonic() < end:
+            time.sleep(0.05)
+        return asked.outlived, asked.reason
+
+
+def follow(folder, key, restarts):
+    """A later life. Returns whether the file by which it made itself known is gone."""
+    while not (folder / "holds").exists():
+        time.sleep(0.05)
+    with succeed(folder, key, restarts, hold):
+        return not (folder / SUCCESSOR).exists()
+
+
+def either(folder, later, restarts):
+    if dist.get_rank() == 0:
+        return train_until_outlived(folder, "slurm-7-0-0", 3.0)
+    try:
+        return follow(folder, later, restarts)
+    except RunFolderInUse as error:
+        return str(error)
+
+
+def test_an_earlier_life_of_a_job_makes_way_for_a_later_one(ranks, tmp_path):
+    earlier, later = ranks(2, either, tmp_path, "slurm-7-0-1", 1)
+    assert earlier == (True, "a later life of this job, which Slurm has started elsewhere") and later is True
+
+
+@pytest.mark.parametrize(("key", "restarts"), [("slurm-8-0-0", 0), ("slurm-8-0-1", 1)])
+def test_the_life_of_another_job_is_not_made_way_for(ranks, tmp_path, key, restarts):
+    earlier, later = ranks(2, either, tmp_path, key, restarts)
+    assert earlier[0] is False
+    assert later is True if restarts else "is in use by process" in later

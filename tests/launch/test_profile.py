@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from hpctrain.errors import ConfigError
-from hpctrain.launch.profile import check_time, profiles, site
+from hpctrain.launch.profile import check_lead, check_time, limit_seconds, profiles, site
 
 ROOT = Path(__file__).parents[2]
 
@@ -87,3 +87,20 @@ def test_times_of_slurm(time: str) -> None:
 def test_times_that_are_none(time: str) -> None:
     with pytest.raises(ConfigError, match=r"^--time=.*for example 90, 1:30:00 or 2-0\.$"):
         check_time(time)
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [("90", 5400), ("1:30", 90), ("2:00:01", 7201), ("1-2", 93600), ("1-2:30", 95400), ("1-0:0:5", 86405), ("0", 0)],
+)
+def test_time_limits_as_sbatch_reads_them(text, seconds):
+    assert limit_seconds(text) == seconds
+
+
+def test_a_job_that_would_be_warned_as_it_begins_is_refused():
+    profile = site("generic").profile
+    for fine in (None, "3", "2:01", "UNLIMITED", "0"):
+        check_lead(profile, fine)
+    for short in ("2", "1:59", "0:30"):
+        with pytest.raises(ConfigError, match=rf"--time='{short}': is \d+ s, and the profile has ranks warned 120 s"):
+            check_lead(profile, short)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import shlex
+import signal
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -103,6 +105,38 @@ def test_what_bash_makes_of_it(tmp_path: Path) -> None:
     assert env["PYTHONPATH"] == f"{tmp_path}/code:/before"
     assert (tmp_path / "run" / "logs" / "7").is_dir()
     assert status == 3, "the job ends as its ranks do"
+
+
+def shell_of_a_rank(folder: Path) -> list[str]:
+    """The words of srun's command before Python."""
+    arguments, *_ = execute(sbatch_text(config(), made(), Options(), FOLDERS, PYTHON), folder, SLURM_JOB_ID="7")
+    return arguments[arguments.index("sh") : arguments.index(PYTHON)]
+
+
+def warn_while_it_starts(command: list[str], folder: Path, **env: str) -> subprocess.CompletedProcess[str]:
+    """Run a program under it that is warned before it knows of warnings, and says what has become of the signal."""
+    script = (
+        "import os, signal as s; os.kill(os.getpid(), s.SIGUSR2); s.signal(s.SIGUSR2, lambda *_: print('came'));"
+        "print(s.SIGUSR2 in s.sigpending()); s.pthread_sigmask(s.SIG_UNBLOCK, [s.SIGUSR2])"
+    )
+    env = {**os.environ, **env}
+    return subprocess.run([*command, sys.executable, "-c", script], env=env, capture_output=True, text=True)
+
+
+def test_a_warning_waits_for_a_rank_that_starts(tmp_path: Path) -> None:
+    command = shell_of_a_rank(tmp_path)
+    done = warn_while_it_starts(command, tmp_path)
+    assert (done.returncode, done.stdout.split(), done.stderr) == (0, ["True", "came"], "")
+    assert warn_while_it_starts(["env"], tmp_path).returncode == -signal.SIGUSR2, "what it is for"
+
+
+def test_an_old_env_lets_a_rank_survive_the_warning(tmp_path: Path) -> None:
+    (tmp_path / "env").write_text('#!/bin/sh\necho "env: unrecognized option" >&2\nexit 125\n')
+    (tmp_path / "env").chmod(0o755)
+    (tmp_path / "script").mkdir()
+    command = shell_of_a_rank(tmp_path / "script")
+    done = warn_while_it_starts(command, tmp_path, PATH=f"{tmp_path}:{os.environ['PATH']}")
+    assert (done.returncode, done.stdout.split(), done.stderr) == (0, ["False"], "")
 
 
 def test_elements_of_an_array_have_logs_of_their_own(tmp_path: Path) -> None:

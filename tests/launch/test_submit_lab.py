@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import pickle
 import re
 import shutil
@@ -24,22 +23,9 @@ from hpctrain.launch.plan import rank_plan
 from hpctrain.launch.slurm import Request, submit
 from tests.launch import jobs
 from tests.launch.submission import request, run_config
+from tests.user import ROOT
 
-pytestmark = [pytest.mark.slurm, pytest.mark.xdist_group("slurm")]
-
-ROOT = Path(__file__).parents[2]
-OUTER = ("SLURM", "SBATCH", "SRUN", "SQUEUE", "SACCT", "PMI", "CUDA_VISIBLE_DEVICES")
-
-
-@pytest.fixture(autouse=True)
-def on_the_lab(slurm: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
-    """This process is a user of the lab."""
-    for name in list(os.environ):
-        if name.startswith(OUTER):
-            monkeypatch.delenv(name)
-    for name, value in slurm.environment().items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+pytestmark = [pytest.mark.slurm, pytest.mark.xdist_group("slurm"), pytest.mark.usefixtures("on_the_lab")]
 
 
 def send(made: Request) -> list[Job]:
@@ -77,7 +63,9 @@ def test_ranks_find_what_the_plan_says(tmp_path: Path) -> None:
     assert {r["SLURM_CPUS_PER_TASK"] for r in found} == {"2"}
     assert {str(r["code"]) for r in found} == {str(job.code / "hpctrain" / "__init__.py")}
     assert {r["cwd"] for r in found} == {str(tmp_path / "run")}
-    assert {tuple(r["handlers"]) for r in found} == {("SIG_DFL", "SIG_DFL", "SIG_DFL")}, "none is submitit's"
+    assert {tuple(r["handlers"]) for r in found} == {("SIG_DFL", "SIG_DFL", "hpctrain.launch.task")}, (
+        "none is submitit's"
+    )
     assert Job.read(tmp_path / "run") == job
     assert {path.name for path in (job.logs / job.ids[0]).iterdir()} == {f"rank-{rank}.log" for rank in range(4)}
     (folder,) = (tmp_path / "run" / "jobs").iterdir()

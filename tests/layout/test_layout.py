@@ -40,7 +40,8 @@ def test_tp_is_innermost_and_pp_outermost():
     assert layout.groups("pp") == ((0, 4), (1, 5), (2, 6), (3, 7))
     assert layout.groups("dp", "cp") == ((0, 2), (1, 3), (4, 6), (5, 7))
     assert layout.coordinates(6) == {"pp": 1, "dp": 1, "cp": 0, "tp": 0}
-    assert layout.describe() == "8 ranks, pp=2 dp=2 tp=2"
+    assert layout.describe() == "8 ranks, pp=2 dp=2 tp=2 schedule=1f1b"
+    assert Layout(tp=2, sp=True).describe() == "2 ranks, tp=2 sp"
 
 
 def test_expert_axes_factor_a_stage_again():

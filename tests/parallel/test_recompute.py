@@ -47,6 +47,26 @@ def test_changes_no_bit_of_zero(ranks, model, tp, sp, stage, precision, what):
     equal(*(assemble(c, ranks(2 * tp, run, c, 2 * tp)) for c in (plain, less)))
 
 
+def entered(what):
+    """How often each module's forward was entered and left in a step."""
+    from hpctrain.parallel.parallelize import build_model
+
+    config = config_of("gqa", 1, False, what)
+    model, _ = build_model(config, make_mesh(config, dist.get_world_size()))
+    begun, left = {}, {}
+    for name, module in model.named_modules():
+        module.register_forward_pre_hook(lambda *_, n=name: begun.update({n: begun.get(n, 0) + 1}))
+        module.register_forward_hook(lambda *_, n=name: left.update({n: left.get(n, 0) + 1}))
+    model.train()(global_batch(config, 0).split(2)[0]).backward()
+    return begun, left
+
+
+def test_modules_are_left_as_often_as_entered(ranks):
+    begun, left = ranks(1, entered, "full")[0]
+    assert begun == left
+    assert begun["layers.1"] == 1 and begun["layers.1.mlp.down"] == 2 and begun["layers.1.attention.core"] == 2
+
+
 def kept(recompute):
     """Bytes of activations kept for backward: of tensors that are neither parameters nor inputs."""
     from hpctrain.parallel.parallelize import build_model

@@ -19,6 +19,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
 
 def wait(meter: Meter, axis: str, clock: list[float], seconds: float) -> None:
+    meter.sent("all_reduce", axis, 0)
     with meter.waiting(meter.began("all_reduce", axis, (0, 1))):
         clock[0] += seconds
 
@@ -78,3 +79,12 @@ def test_what_a_rank_does_can_be_read_from_outside() -> None:
     assert meter.changes == before + 4
     meter.reset()
     assert meter.began("all_reduce", "tp", (2, 3)).number == 2, "numbers go on, so that ranks can compare them"
+
+
+def test_waiting_for_objects_is_no_traffic_and_is_counted_once(clock: list[float]) -> None:
+    meter = Meter()
+    with meter.phase("checkpoint"):
+        clock[0] += 1
+        with meter.waiting(meter.began("gather_objects", "world", (0, 1))):
+            clock[0] += 2
+    assert meter.traffic == {} and meter.seconds == {"checkpoint": 1, "gather_objects": 2}

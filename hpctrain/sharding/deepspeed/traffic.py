@@ -102,6 +102,8 @@ class CountedBackend:
         begun = axis.begin(operation, sum(t.numel() * t.element_size() for t in tensors))
         with axis.meter.waiting(begun):
             result = call(*args)
+        if result is not None and axis.meter.asynchronous:
+            axis.meter.in_flight = [result]
         return None if result is None else CountedWork(result, begun, axis.meter)
 
     def _axis(self, group: Any) -> Axis:

@@ -26,4 +26,5 @@ srun \
   --open-mode=append \
   --mpi=pmix \
   --output="/shared/runs/tiny/logs/$job/rank-%t.log" \
+  sh -c 'trap "" USR2; b="env --block-signal=USR2"; $b true 2>/dev/null || b=; exec $b "$@"' rank \
   apptainer exec --nv --bind=/shared/runs/tiny:/shared/runs/tiny --bind=/shared/corpora:/shared/corpora --bind=/scratch:/scratch /images/torch.sif /opt/conda/bin/python -u -m submitit.core._submit /shared/runs/tiny/jobs/20260101-120000-abcdef/%j

@@ -26,4 +26,5 @@ srun \
   --open-mode=append \
   --mpi=pmix \
   --output="/shared/runs/tiny/logs/$job/rank-%t.log" \
+  sh -c 'trap "" USR2; b="env --block-signal=USR2"; $b true 2>/dev/null || b=; exec $b "$@"' rank \
   bash -c 'enroot start --mount=/shared/runs/tiny:/shared/runs/tiny --mount=/shared/corpora:/shared/corpora --mount=/scratch:/scratch $(compgen -e | grep -E '"'"'^(HPCTRAIN_|SLURM|PMI|SUBMITIT|PYTHONPATH$|CUDA_|NVIDIA_|NCCL_|GLOO_|UCX_|OMP_|TORCH_|HF_HOME$)'"'"' | sed s/^/--env=/) /images/torch.sif python3 -u -m submitit.core._submit /shared/runs/tiny/jobs/20260101-120000-abcdef/%j'

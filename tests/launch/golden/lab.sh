@@ -29,4 +29,5 @@ srun \
   --open-mode=append \
   --cpus-per-task=2 \
   --output="/shared/runs/tiny/logs/$job/rank-%t.log" \
+  sh -c 'trap "" USR2; b="env --block-signal=USR2"; $b true 2>/dev/null || b=; exec $b "$@"' rank \
   /opt/venv/bin/python -u -m submitit.core._submit /shared/runs/tiny/jobs/20260101-120000-abcdef/%j

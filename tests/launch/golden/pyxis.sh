@@ -29,4 +29,5 @@ srun \
   --container-mounts=/shared/runs/tiny:/shared/runs/tiny,/shared/corpora:/shared/corpora,/scratch:/scratch \
   --no-container-mount-home \
   --output="/shared/runs/tiny/logs/$job/rank-%t.log" \
+  sh -c 'trap "" USR2; b="env --block-signal=USR2"; $b true 2>/dev/null || b=; exec $b "$@"' rank \
   python3 -u -m submitit.core._submit /shared/runs/tiny/jobs/20260101-120000-abcdef/%j

@@ -1,0 +1,108 @@
+"""`hpctrain verify`: is this difference between layouts normal?"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from hpctrain.cli.tables import columns, whole_lines
+from hpctrain.errors import TrainError
+
+if TYPE_CHECKING:
+    from hpctrain.verify.judge import Verdict
+
+EXAMPLE = 'hpctrain verify gpt-tiny --layouts "tp=2;pp=2,schedule=1f1b;dp=2,sharding.stage=3"'
+
+
+class LayoutsDiffer(TrainError):
+    """A layout that differs by more than rounding, or did not run."""
+
+
+@click.command(epilog=f"\b\nExample:  {EXAMPLE}")
+@click.argument("recipe")
+@click.argument("overrides", metavar="[KEY=VALUE]...", nargs=-1)
+@click.option("--layouts", required=True, help="Settings with commas between, layouts with semicolons.")
+@click.option("--steps", type=click.IntRange(1, 1000), default=3, show_default=True, help="Optimizer steps.")
+@click.option(
+    "--dtype",
+    type=click.Choice(["float64", "float32", "bf16", "fp16"]),
+    default="float64",
+    show_default=True,
+    help="Of the layouts; DeepSpeed has no float64 and is verified in float32 then.",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def verify(recipe: str, overrides: tuple[str, ...], layouts: str, steps: int, dtype: Any, as_json: bool) -> None:
+    """Train RECIPE for a few steps under each layout, and hold it against one process in float64.
+
+    Bare names in --layouts mean parallel.*; dp is the number of data-parallel ranks. Compared are the loss and the
+    gradient's norm of each step, every gradient of the first step, and every weight after the last, on random tokens
+    with unequal masks. Ranks run on this machine's CPUs; with --slurm where jobs run, on GPUs where they are. The
+    status is 1 if any layout differs by more than rounding explains, or does not run.
+    """
+    from hpctrain.verify.cases import cases
+    from hpctrain.verify.judge import Judge, Local
+
+    found = cases(layouts, recipe, overrides, steps, dtype)
+    with_deepspeed = any(case.config.engine == "deepspeed" and not case.refused for case in found)
+    with Local(with_deepspeed) as local, _status(as_json) as status:
+
+        def begin(case: Any) -> None:
+            if status is not None:
+                status.update(f"{case.text} on {case.world} ranks")
+
+        verdicts = list(Judge(local, steps).verdicts(found, local, begin))
+    if as_json:
+        click.echo(json.dumps([verdict.plain() for verdict in verdicts], indent=2))
+    else:
+        _show(verdicts)
+    bad = [verdict.case.text for verdict in verdicts if not verdict.good]
+    if bad:
+        raise LayoutsDiffer(f"{len(bad)} of {len(verdicts)} layouts did not pass: {'; '.join(bad)}.")
+
+
+def _status(as_json: bool) -> Any:
+    """What is under way, on a terminal."""
+    import sys
+
+    if as_json or not sys.stderr.isatty():
+        return nullcontext(None)
+    return whole_lines(sys.stderr).status("reference")
+
+
+def _show(verdicts: Sequence[Verdict]) -> None:
+    for line in columns([_row(verdict) for verdict in verdicts]):
+        click.echo(line)
+    for line in _notes(verdicts):
+        click.echo(line)
+
+
+def _row(verdict: Verdict) -> dict[str, object]:
+    found, config = verdict.found, verdict.case.config
+    engine = config.engine if config.engine == "none" else f"{config.engine}-{config.sharding.stage}"
+    cells: dict[str, object] = {"layout": verdict.case.text, "ranks": verdict.case.world, "engine": engine}
+    cells["dtype"] = config.train.precision
+    for kind in ("loss", "norm"):
+        cells[kind] = f"{found[kind].worst:.1e}" if found else ""
+    for kind in ("gradient", "weight"):
+        cells[f"worst {kind}"] = f"{found[kind].worst:.1e} {found[kind].where}" if found else ""
+    cells["verdict"] = "ok" if verdict.good else "did not run" if verdict.error else "DIFFERS"
+    return cells
+
+
+def _notes(verdicts: Sequence[Verdict]) -> Iterator[str]:
+    """What was allowed and why; what was wrong."""
+    yield "Differences are shares of the largest value of the loss, the norm, or the tensor named. Allowed are"
+    yield from sorted({f"  {verdict.why}" for verdict in verdicts if verdict.why})
+    for verdict in verdicts:
+        if verdict.error:
+            yield f"{verdict.case.text}: {verdict.error}"
+        for found in verdict.found.values():
+            if not found.good:
+                yield (
+                    f"{verdict.case.text}: {found.kind} differs by {found.worst:.1e} at {found.where}, "
+                    f"and may by {found.limit:.1e}"
+                )

@@ -1,0 +1,174 @@
+"""From cases to verdicts: what runs where, and what is held against what."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
+
+from hpctrain.config.schema import RunConfig
+from hpctrain.errors import HpctrainError
+from hpctrain.launch.zygote import RankFailure, Zygote
+from hpctrain.train.schedule import peak_lr
+from hpctrain.verify.cases import Case
+
+if TYPE_CHECKING:  # torch is imported after the zygote is made
+    from hpctrain.verify.compare import Distances, Finding, Tolerance
+    from hpctrain.verify.trace import Share, Trace
+
+IMPORTS = ("torch", "torch.distributed", "torch.optim", "hpctrain.verify.rank", "hpctrain.verify.reference")
+DAY_S = 86400.0
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """About one layout.
+
+    Attributes:
+        case: it.
+        found: the worst difference of each kind; empty where it did not run.
+        why: the tolerance is what it is.
+        error: why it did not run to its end.
+    """
+
+    case: Case
+    found: Mapping[str, Finding] = field(default_factory=dict)
+    why: str = ""
+    error: str = ""
+
+    @property
+    def good(self) -> bool:
+        return not self.error and all(finding.good for finding in self.found.values())
+
+    def plain(self) -> dict[str, Any]:
+        """For JSON."""
+        config = self.case.config
+        return {
+            "layout": self.case.text,
+            "ranks": self.case.world,
+            "engine": config.engine,
+            "stage": config.sharding.stage,
+            "precision": config.train.precision,
+            "ok": self.good,
+            "error": self.error or None,
+            "why": self.why or None,
+            **{kind: {"difference": f.worst, "where": f.where, "limit": f.limit} for kind, f in self.found.items()},
+        }
+
+
+class Runner(Protocol):
+    """Runs the ranks of a case."""
+
+    def __call__(self, config: RunConfig, world: int, steps: int) -> Sequence[Share]: ...
+
+
+class Local:
+    """Ranks on this machine, over gloo, forked from a warm process; the reference too.
+
+    To be made before this process imports torch or starts threads.
+    """
+
+    def __init__(self, with_deepspeed: bool) -> None:
+        if with_deepspeed:
+            os.environ["DS_ACCELERATOR"] = "cpu"  # which it would otherwise look for, and say so
+        self._zygote = Zygote((*IMPORTS, "deepspeed") if with_deepspeed else IMPORTS)
+
+    def __enter__(self) -> Local:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._zygote.close()
+
+    def reference(self, config: RunConfig, steps: int) -> Trace:
+        """The float64 run in one process."""
+        from hpctrain.verify.reference import reference
+
+        (trace,) = self._zygote.run(reference, 0, _with(config, "float64"), steps, timeout_s=DAY_S)
+        found: Trace = trace
+        return found
+
+    def __call__(self, config: RunConfig, world: int, steps: int) -> Sequence[Share]:
+        from hpctrain.verify.rank import run
+
+        return self._zygote.run(run, world, config.model_dump(mode="json"), steps, timeout_s=DAY_S)
+
+
+class Judge:
+    """Holds layouts against the reference; what several of them need is run once.
+
+    Args:
+        local: runs the reference, and one process in each precision.
+        steps: optimizer steps.
+    """
+
+    def __init__(self, local: Local, steps: int) -> None:
+        self._local, self._steps = local, steps
+        self._references: dict[str, Trace] = {}
+        self._measured: dict[str, Distances] = {}
+
+    def verdicts(self, cases: Sequence[Case], run: Runner, begin: Callable[[Case], None]) -> Iterator[Verdict]:
+        """One after the other; `begin` is told before each."""
+        for case in cases:
+            begin(case)
+            yield self.verdict(case, run)
+
+    def verdict(self, case: Case, run: Runner) -> Verdict:
+        """Run a layout and judge it."""
+        from hpctrain.verify.compare import distances, findings
+        from hpctrain.verify.trace import assemble
+
+        if case.refused:
+            return Verdict(case, error=case.refused)
+        config = case.config
+        try:
+            want, allowed = self._want(config), self._allowed(config)
+            got = assemble(config, run(config, case.world, self._steps))
+        except HpctrainError as error:
+            return Verdict(case, error=_sentence(error))
+        found = distances(got, want, peak_lr(config.optimizer, config.train))
+        return Verdict(case, findings(found, allowed), allowed.why)
+
+    def _want(self, config: RunConfig) -> Trace:
+        key = _key(config)
+        if key not in self._references:
+            self._references[key] = self._local.reference(config, self._steps)
+        return self._references[key]
+
+    def _allowed(self, config: RunConfig) -> Tolerance:
+        from hpctrain.verify.compare import distances, tolerance
+        from hpctrain.verify.trace import assemble
+
+        precision = config.train.precision
+        if precision == "float64":
+            return tolerance(precision, None)
+        key = f"{precision} {_key(config)}"
+        if key not in self._measured:
+            alone = _alone(config)
+            trace = assemble(alone, self._local(alone, 1, self._steps))
+            lr = peak_lr(config.optimizer, config.train)
+            self._measured[key] = distances(trace, self._want(config), lr)
+        return tolerance(precision, self._measured[key])
+
+
+def _sentence(error: HpctrainError) -> str:
+    """Of a rank that failed, the end of its traceback says it."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[-1] if isinstance(error, RankFailure) else str(error)
+
+
+def _key(config: RunConfig) -> str:
+    """All that the reference depends on."""
+    train = config.train.model_copy(update={"precision": "float64", "micro_batch": 1, "overlap": True})
+    parts = (config.model, config.data, config.optimizer, train)
+    return "\n".join(part.model_dump_json() for part in parts)
+
+
+def _with(config: RunConfig, precision: str) -> RunConfig:
+    return config.model_copy(update={"train": config.train.model_copy(update={"precision": precision})})
+
+
+def _alone(config: RunConfig) -> RunConfig:
+    """The same run in one process, without an engine that shards."""
+    plain = type(config.parallel)(), type(config.sharding)()
+    return config.model_copy(update={"parallel": plain[0], "sharding": plain[1]})

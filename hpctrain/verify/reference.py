@@ -1,0 +1,76 @@
+"""The run that all layouts are held against: one process, float64, the plain model, torch's own AdamW.
+
+It knows nothing of meshes, placements, schedules or engines.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from hpctrain.config.schema import RunConfig
+from hpctrain.layout.layout import Layout
+from hpctrain.layout.memory import check_memory
+from hpctrain.layout.parameters import parameter_specs
+from hpctrain.layout.placement import Box
+from hpctrain.model.loss import CrossEntropy
+from hpctrain.model.random import initial_values
+from hpctrain.model.transformer import Transformer
+from hpctrain.telemetry.memory import available_memory
+from hpctrain.train.schedule import learning_rate
+from hpctrain.verify.samples import global_batch
+from hpctrain.verify.trace import Trace
+
+
+def reference(config: RunConfig, steps: int) -> Trace:
+    """Train for `steps` steps. Losses are summed over micro-batches, so that memory is that of one.
+
+    Raises:
+        ConfigError: it does not fit in this machine's memory.
+    """
+    check_memory(config, Layout(), available_memory(torch.device("cpu")).bytes)
+    options = config.optimizer
+    model = _model(config)
+    named = dict(model.named_parameters())
+    decays = {spec.name: spec.decay for spec in parameter_specs(config.model)}
+    groups = [
+        {"params": [p for n, p in named.items() if decays[n]], "weight_decay": options.weight_decay},
+        {"params": [p for n, p in named.items() if not decays[n]], "weight_decay": 0.0},
+    ]
+    optimizer = torch.optim.AdamW(groups, betas=(options.beta1, options.beta2), eps=options.eps)
+    trace = Trace()
+    for step in range(steps):
+        batch = global_batch(config, step)
+        optimizer.zero_grad()
+        loss = 0.0
+        for part in batch.split(config.train.micro_batch):
+            total = model(part) / max(batch.valid_tokens, 1)
+            total.backward()
+            loss += total.item()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), options.clip or float("inf"))
+        if step == 0:
+            trace.gradients = {n: _gradient(p) for n, p in named.items()}
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(options, config.train, step)
+        optimizer.step()
+        trace.losses.append(loss)
+        trace.norms.append(norm.item())
+    trace.weights = {n: p.detach().clone() for n, p in named.items()}
+    return trace
+
+
+def _model(config: RunConfig) -> Transformer:
+    with torch.device("meta"):
+        model = Transformer(
+            config.model, config.train.seed, CrossEntropy(config.train.label_smoothing, config.train.z_loss)
+        )
+    model = model.to_empty(device="cpu").double()
+    specs = {spec.name: spec for spec in parameter_specs(config.model)}
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            whole = Box((0,) * parameter.ndim, (0,) * parameter.ndim, tuple(parameter.shape))
+            parameter.copy_(initial_values(specs[name], config.train.seed, whole))
+    return model.train()
+
+
+def _gradient(parameter: torch.nn.Parameter) -> torch.Tensor:
+    return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.clone()

@@ -1,0 +1,82 @@
+"""What a run leaves behind to be compared, whole again from the pieces of its ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from hpctrain.config.schema import RunConfig
+from hpctrain.errors import TrainError
+from hpctrain.layout.parameters import parameter_specs
+from hpctrain.layout.placement import Index
+
+Part = tuple[str, Index, Tensor]
+"""Name of a parameter, where a box of it begins, the values."""
+
+
+@dataclass
+class Trace:
+    """Of a whole run.
+
+    Attributes:
+        losses: of each step, nats a token.
+        norms: of the gradient of each step, before clipping.
+        gradients: of the first step, after clipping: AdamW's first moment after it, over 1 - beta1. Read from there
+            they are the same thing under every engine.
+        weights: after the last step, in master precision.
+    """
+
+    losses: list[float] = field(default_factory=list)
+    norms: list[float] = field(default_factory=list)
+    gradients: dict[str, Tensor] = field(default_factory=dict)
+    weights: dict[str, Tensor] = field(default_factory=dict)
+
+
+@dataclass
+class Share:
+    """One rank's part of a trace."""
+
+    losses: list[float] = field(default_factory=list)
+    norms: list[float] = field(default_factory=list)
+    gradients: list[Part] = field(default_factory=list)
+    weights: list[Part] = field(default_factory=list)
+
+
+def assemble(config: RunConfig, shares: Sequence[Share]) -> Trace:
+    """One trace from the shares of all ranks.
+
+    Raises:
+        TrainError: ranks disagree on a loss or a norm, or a value is missing or held by two.
+    """
+    first = shares[0]
+    for rank, share in enumerate(shares):
+        if not _same(share.losses, first.losses) or not _same(share.norms, first.norms):
+            raise TrainError(f"rank {rank} and rank 0 report different losses or norms.")
+    shapes = {spec.name: spec.shape for spec in parameter_specs(config.model)}
+    return Trace(
+        first.losses,
+        first.norms,
+        _whole("gradient", shapes, [part for share in shares for part in share.gradients]),
+        _whole("weight", shapes, [part for share in shares for part in share.weights]),
+    )
+
+
+def _same(a: Sequence[float], b: Sequence[float]) -> bool:
+    return bool(torch.equal(torch.tensor(a).nan_to_num(1e300), torch.tensor(b).nan_to_num(1e300)))
+
+
+def _whole(kind: str, shapes: dict[str, Index], parts: Sequence[Part]) -> dict[str, Tensor]:
+    out: dict[str, Tensor] = {}
+    held: dict[str, Tensor] = {}
+    for name, start, values in parts:
+        whole = out.setdefault(name, torch.zeros(shapes[name], dtype=torch.float64))
+        window = tuple(slice(s, s + n) for s, n in zip(start, values.shape))
+        whole[window] = values.double()
+        held.setdefault(name, torch.zeros(shapes[name], dtype=torch.int32))[window] += 1
+    for name in shapes:
+        if name not in held or not bool((held[name] == 1).all()):
+            raise TrainError(f"the ranks do not hold every value of {kind} {name} exactly once.")
+    return out

@@ -1,0 +1,28 @@
+"""This process as a user of the lab."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from hpctrain.lab import Cluster
+
+ROOT = Path(__file__).parents[1]
+OUTER = ("SLURM", "SBATCH", "SRUN", "SQUEUE", "SACCT", "PMI", "CUDA_VISIBLE_DEVICES")
+
+
+@contextmanager
+def user_of(lab: Cluster) -> Iterator[None]:
+    """This process as a user of a lab."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name in list(os.environ):
+            if name.startswith(OUTER):
+                patch.delenv(name)
+        for name, value in lab.environment().items():
+            patch.setenv(name, value)
+        patch.setenv("PYTHONPATH", str(ROOT))
+        yield

@@ -1,0 +1,54 @@
+"""Layouts as they are written on a command line."""
+
+from __future__ import annotations
+
+import pytest
+
+from hpctrain.errors import ConfigError
+from hpctrain.verify.cases import cases
+
+SMALL = ["model.layers=4", "train.global_batch=8", "train.micro_batch=2"]
+
+
+def test_bare_names_are_parallel_and_dp_counts_ranks() -> None:
+    text = "tp=2 ; dp=2,sharding.stage=1;pp=2, parallel.schedule=gpipe ,dp=2;"
+    text += "pp=2,stage_layers=[1,3],train.micro_batch=1;"
+    found = cases(text, "gpt-tiny", SMALL, 3, "float64")
+    assert [(c.text, c.world, c.refused) for c in found] == [
+        ("tp=2", 2, ""),
+        ("dp=2,sharding.stage=1", 2, ""),
+        ("pp=2, parallel.schedule=gpipe ,dp=2", 4, ""),
+        ("pp=2,stage_layers=[1,3],train.micro_batch=1", 2, ""),
+    ]
+    configs = [c.config for c in found]
+    assert [c.parallel.tp for c in configs] == [2, 1, 1, 1], "the recipe's own layout is put aside"
+    assert configs[2].parallel.schedule == "gpipe"
+    assert (configs[3].parallel.stage_layers, configs[3].train.micro_batch) == ((1, 3), 1)
+    assert [c.train.precision for c in configs] == ["float64", "float32", "float64", "float64"], "DeepSpeed has none"
+    assert {(c.train.steps, c.optimizer.warmup_steps, c.optimizer.schedule) for c in configs} == {(3, 0, "constant")}
+    assert [c.cluster.gpus_per_node for c in configs] == [2, 2, 4, 2]
+
+
+def test_a_layout_that_cannot_run_is_a_case_with_the_reason() -> None:
+    (bad, good) = cases("tp=3;tp=2", "gpt-tiny", SMALL, 3, "float32")
+    assert bad.refused.startswith("parallel.tp=3: must divide model.heads=4") and not good.refused
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("", "names no layout"),
+        (" ; ", "names no layout"),
+        ("tp", "--layouts='tp': is no KEY=VALUE"),
+        ("tp=2,=3", "is no KEY=VALUE"),
+        ("dp=0", "--layouts='dp=0': must be a whole number of at least 1"),
+        ("dp=x", "must be a whole number"),
+        ("tp=x", "parallel.tp='x'"),
+        ("zp=2", "parallel.zp"),
+        ("sharding.stage=9", "sharding.stage=9"),
+    ],
+)
+def test_what_cannot_be_read_is_refused(text: str, said: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        cases(text, "gpt-tiny", SMALL, 3, "float64")
+    assert said in str(caught.value) and "\n" not in str(caught.value)

@@ -22,7 +22,7 @@ RESULTS = ROOT / "benchmarks" / "results.json"
 README = ROOT / "README.md"
 BEGIN, END = "<!-- bench: written by make bench -->", "<!-- bench: end -->"
 
-BENCHMARKS = ("training", "data_access", "checkpoint_save")
+BENCHMARKS = ("training", "layouts", "data_access", "checkpoint_save")
 
 
 def run(name: str, *options: str) -> dict[str, Any]:
@@ -66,13 +66,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"some of {', '.join(BENCHMARKS)}; default all")
     parser.add_argument("--quick", action="store_true", help="few rounds, and the README is left alone")
+    parser.add_argument("--megatron", metavar="PYTHON", help="for layouts: an interpreter with megatron-core")
     args = parser.parse_args()
     unknown = set(args.names) - set(BENCHMARKS)
     if unknown:
         parser.error(f"no benchmark is called {', '.join(sorted(unknown))}; there are {', '.join(BENCHMARKS)}")
     results = {} if args.quick or not RESULTS.exists() else json.loads(RESULTS.read_text())
     for name in args.names or BENCHMARKS:
-        results[name] = run(name, *(["--quick"] if args.quick else []))
+        options = ["--quick"] if args.quick else []
+        if name == "layouts" and args.megatron:
+            options += ["--megatron", args.megatron]
+        results[name] = run(name, *options)
     results["machine"] = machine()
     print(table(results))
     if not args.quick:

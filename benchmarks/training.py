@@ -1,7 +1,7 @@
 """Tokens a second of a recipe under tp=1 and tp=2 beside the plainest PyTorch loop of the same model.
 
-All are timed in turn, round after round, in forked processes of one thread each, so that a change in the
-machine's speed meets all of them; what is reported is the median over rounds of the ratio within a round.
+All take turns, round after round (`benchmarks/rounds.py`), each rank with one thread; what is reported is the
+median over rounds of the ratio within a round.
 
     python -m benchmarks.training [--recipe gpt-tiny] [--rounds 9] [--steps 6] [KEY=VALUE ...]
 """
@@ -11,19 +11,19 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
+from benchmarks.ours import ours, random_tokens
+from benchmarks.rounds import Contender, Work, race, rates, ratios, warm_up
 from hpctrain.config.load import load
 from hpctrain.config.schema import RunConfig
-from hpctrain.launch.zygote import Zygote
 
 IMPORTS = ("torch._dynamo", "hpctrain.train.loop", "hpctrain.sharding.none.engine")
 
 
-def plain(config: RunConfig, steps: int) -> float:
-    """Tokens a second of a loop that anybody would write: nn.Linear, nn.LayerNorm, SDPA, AdamW."""
+def plain(config: RunConfig) -> Work:
+    """A loop that anybody would write: nn.Linear, nn.LayerNorm, SDPA, AdamW."""
     import torch
     from torch import nn
     from torch.nn import functional as F
@@ -60,86 +60,51 @@ def plain(config: RunConfig, steps: int) -> float:
 
     model = Gpt()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    tokens = torch.randint(0, m.vocab, (settings.global_batch, config.data.seq + 1))
+    inputs, labels = random_tokens(config)
+    size = settings.micro_batch
+    parts = list(zip(inputs.split(size), labels.split(size)))
 
-    def step() -> None:
+    def step() -> float:
         optimizer.zero_grad()
-        parts = tokens.split(settings.micro_batch)
-        for part in parts:
-            logits = model(part[:, :-1])
-            loss = F.cross_entropy(logits.reshape(-1, m.vocab), part[:, 1:].reshape(-1))
-            (loss / len(parts)).backward()
+        total = 0.0
+        for x, y in parts:
+            loss = F.cross_entropy(model(x).reshape(-1, m.vocab), y.reshape(-1)) / len(parts)
+            loss.backward()
+            total += loss.item()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
+        return total
 
-    return _rate(step, steps, settings.global_batch * config.data.seq)
-
-
-def ours(config: RunConfig, world: int, steps: int) -> float:
-    """Tokens a second of the driver's own step, on `world` ranks."""
-    import torch
-
-    from hpctrain.layout.layout import Layout
-    from hpctrain.layout.placement import replica_groups
-    from hpctrain.model.batch import Batch
-    from hpctrain.parallel.comm import barrier
-    from hpctrain.parallel.mesh import build_mesh
-    from hpctrain.parallel.parallelize import build_model
-    from hpctrain.parallel.pipeline import Pipeline
-    from hpctrain.sharding.build import build_engine
-    from hpctrain.train.loop import train_step
-
-    layout = Layout.of(config.parallel, world)
-    mesh = build_mesh(layout, torch.device("cpu"), replica_groups(config.model, layout))
-    model, records = build_model(config, mesh)
-    engine = build_engine([model], records, mesh, config)
-    pipeline = Pipeline(engine, mesh, config)
-    size = config.train.global_batch // layout.dp
-    tokens = torch.randint(0, config.model.vocab, (size, config.data.seq + 1))
-    batch = Batch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous(), None, torch.arange(size))
-
-    def step() -> None:
-        train_step(config, pipeline, engine, batch, 1e-3)
-        barrier(mesh.world)
-
-    return _rate(step, steps, config.train.global_batch * config.data.seq)
+    return Work(step, float(sum(p.numel() for p in model.parameters())))
 
 
-def _rate(step: Callable[[], None], steps: int, tokens: int) -> float:
-    step()
-    times = []
-    for _ in range(steps):
-        began = time.perf_counter()
-        step()
-        times.append(time.perf_counter() - began)
-    return tokens / statistics.median(times)
-
-
-def measure(zygote: Zygote, recipe: str, overrides: Sequence[str], rounds: int, steps: int) -> dict[str, Any]:
-    """Rates and ratios of all contenders, and rows for a table.
+def measure(recipe: str, overrides: Sequence[str], rounds: int, steps: int) -> dict[str, Any]:
+    """Rates and ratios of all contenders, and rows for a table. Forks, as `race` does.
 
     Args:
-        zygote: forks the ranks.
         recipe: of a GPT-2.
         overrides: of its settings.
         rounds: in each of which all contenders have their turn.
-        steps: timed in a turn.
+        steps: of a turn.
+
+    Raises:
+        RuntimeError: one of them failed.
     """
     one, two = (load(recipe, [*overrides, f"parallel.tp={tp}"]) for tp in (1, 2))
-    contenders = {
-        "plain": (plain, 0, (one, steps)),
-        "tp=1": (ours, 1, (one, 1, steps)),
-        "tp=2": (ours, 2, (two, 2, steps)),
-    }
-    names = list(contenders)
-    rates: dict[str, list[float]] = {name: [] for name in names}
-    for turn in range(rounds):
-        for name in names[turn % 3 :] + names[: turn % 3]:
-            function, world, args = contenders[name]
-            rates[name].append(min(zygote.run(function, world, *args, timeout_s=600.0)))
-    ratios = {name: [a / b for a, b in zip(rates[name], rates["plain"])] for name in names}
-    rate = {name: statistics.median(r) for name, r in rates.items()}
-    ratio = {name: statistics.median(r) for name, r in ratios.items()}
+    records = race(
+        [
+            Contender("plain", plain, (one,), world=0),
+            Contender("tp=1", ours, (one, 1), world=1),
+            Contender("tp=2", ours, (two, 2), world=2),
+        ],
+        rounds,
+        steps,
+    )
+    if failed := [f"{name}: {record.error}" for name, record in records.items() if record.error is not None]:
+        raise RuntimeError("\n".join(failed))
+    ratio_of = {name: ratios(records, name, "plain") for name in records}
+    rate = rates(records, one.train.global_batch * one.data.seq)
+    ratio = {name: statistics.median(r) for name, r in ratio_of.items()}
     beside = f"plain PyTorch loop, one process: {rate['plain']:,.0f} tokens/s"
     return {
         "recipe": recipe,
@@ -147,10 +112,10 @@ def measure(zygote: Zygote, recipe: str, overrides: Sequence[str], rounds: int, 
         "rounds": rounds,
         "tokens_per_second": rate,
         "ratio_to_plain": ratio,
-        "ratio_spread": {name: [min(r), max(r)] for name, r in ratios.items()},
+        "ratio_spread": {name: [min(r), max(r)] for name, r in ratio_of.items()},
         "rows": [
             [f"train step of `{recipe}`, {name}", f"{rate[name]:,.0f} tokens/s", beside, f"{ratio[name]:.2f}"]
-            for name in names[1:]
+            for name in ("tp=1", "tp=2")
         ],
     }
 
@@ -165,11 +130,8 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="2 rounds of 2 steps")
     args = parser.parse_args()
     rounds, steps = (2, 2) if args.quick else (args.rounds, args.steps)
-    zygote = Zygote(IMPORTS)
-    try:
-        print(json.dumps(measure(zygote, args.recipe, args.overrides, rounds, steps), indent=1))
-    finally:
-        zygote.close()
+    warm_up(IMPORTS)
+    print(json.dumps(measure(args.recipe, args.overrides, rounds, steps), indent=1))
 
 
 if __name__ == "__main__":

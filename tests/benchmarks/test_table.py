@@ -30,7 +30,7 @@ def check(result: dict[str, Any], n_rows: int) -> None:
 
 
 def test_training(zygote: Zygote) -> None:
-    result = training.measure(zygote, "gpt-tiny", TINY, rounds=1, steps=1)
+    result = zygote.run(training.measure, 0, "gpt-tiny", TINY, 1, 1)[0]
     check(result, 2)
     assert [row[0].split(", ")[1] for row in result["rows"]] == ["tp=1", "tp=2"]
     assert set(result["tokens_per_second"]) == {"plain", "tp=1", "tp=2"}
@@ -83,10 +83,10 @@ def test_both_ways_to_start(command: list[str]) -> None:
     done = subprocess.run([sys.executable, *command, "training", "cooking"], cwd=run.ROOT, env=env, capture_output=True,
                           text=True)  # fmt: skip
     assert done.returncode == 2
-    assert "no benchmark is called cooking; there are training, data_access, checkpoint_save" in done.stderr
+    assert "no benchmark is called cooking; there are training, layouts, data_access, checkpoint_save" in done.stderr
 
 
-@pytest.mark.parametrize("name", ["training", "checkpoint_save"])  # the third has run above
+@pytest.mark.parametrize("name", ["training", "layouts", "checkpoint_save"])  # the fourth has run above
 def test_all_have_a_quick_way(name: str) -> None:
     done = subprocess.run([sys.executable, "-m", f"benchmarks.{name}", "--quick", "--help"], cwd=run.ROOT,
                           capture_output=True, text=True)  # fmt: skip

@@ -1,0 +1,45 @@
+"""The driver's own step, as a contender."""
+
+from __future__ import annotations
+
+from benchmarks.rounds import Work
+from hpctrain.config.schema import RunConfig
+
+
+def ours(config: RunConfig, world: int) -> Work:
+    """Steps of `config` on `world` ranks, on random tokens."""
+    import torch
+
+    from hpctrain.layout.layout import Layout
+    from hpctrain.layout.placement import replica_groups
+    from hpctrain.model.batch import Batch
+    from hpctrain.parallel.mesh import build_mesh
+    from hpctrain.parallel.parallelize import build_chunks
+    from hpctrain.parallel.pipeline import Pipeline
+    from hpctrain.sharding.build import build_engine, takes_values
+    from hpctrain.train.loop import train_step
+
+    layout = Layout.of(config.parallel, world)
+    mesh = build_mesh(layout, torch.device("cpu"), replica_groups(config.model, layout))
+    chunks, records = build_chunks(config, mesh, takes_values(config))
+    held = [records[name] for chunk in chunks for name, _ in chunk.named_parameters()]
+    owned = sum(box.numel for record in held if record.owner == mesh.rank for box in record.boxes)
+    engine = build_engine(chunks, records, mesh, config)
+    pipeline = Pipeline(engine, mesh, config)
+    inputs, labels = random_tokens(config, mesh.dp.index, mesh.dp.size)
+    batch = Batch(inputs, labels, None, torch.arange(len(inputs)))
+
+    def step() -> float:
+        return train_step(config, pipeline, engine, batch, config.optimizer.lr)[0].mean
+
+    return Work(step, owned / mesh.dp.size)
+
+
+def random_tokens(config: RunConfig, part: int = 0, parts: int = 1):  # type: ignore[no-untyped-def]
+    """Inputs and labels [samples, seq] of one of `parts` equal parts of a global batch."""
+    import torch
+
+    generator = torch.Generator().manual_seed(0)
+    shape = (config.train.global_batch, config.data.seq + 1)
+    tokens = torch.randint(0, config.model.vocab, shape, generator=generator).chunk(parts)[part]
+    return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()

@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from hpctrain.cli.tables import columns, whole_lines
-from hpctrain.errors import TrainError
+from hpctrain.errors import ConfigError, TrainError
 
 if TYPE_CHECKING:
-    from hpctrain.verify.judge import Verdict
+    from hpctrain.verify.cases import Case
+    from hpctrain.verify.judge import Runner, Verdict
 
 EXAMPLE = 'hpctrain verify gpt-tiny --layouts "tp=2;pp=2,schedule=1f1b;dp=2,sharding.stage=3"'
 
@@ -34,8 +35,23 @@ class LayoutsDiffer(TrainError):
     show_default=True,
     help="Of the layouts; DeepSpeed has no float64 and is verified in float32 then.",
 )
+@click.option("--slurm", is_flag=True, help="Each layout as a job, on nodes of cluster.gpus_per_node ranks.")
+@click.option("--profile", metavar="NAME|FILE", help="Site profile of the jobs.  [default: cluster.profile]")
+@click.option("--partition", help="Where the jobs go, over the profile.")
+@click.option("--account", help="Who pays, over the profile.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-def verify(recipe: str, overrides: tuple[str, ...], layouts: str, steps: int, dtype: Any, as_json: bool) -> None:
+def verify(
+    recipe: str,
+    overrides: tuple[str, ...],
+    layouts: str,
+    steps: int,
+    dtype: Any,
+    slurm: bool,
+    profile: str | None,
+    partition: str | None,
+    account: str | None,
+    as_json: bool,
+) -> None:
     """Train RECIPE for a few steps under each layout, and hold it against one process in float64.
 
     Bare names in --layouts mean parallel.*; dp is the number of data-parallel ranks. Compared are the loss and the
@@ -46,6 +62,8 @@ def verify(recipe: str, overrides: tuple[str, ...], layouts: str, steps: int, dt
     from hpctrain.verify.cases import cases
     from hpctrain.verify.judge import Judge, Local
 
+    if profile:
+        overrides = (*overrides, f"cluster.profile={profile}")
     found = cases(layouts, recipe, overrides, steps, dtype)
     with_deepspeed = any(case.config.engine == "deepspeed" and not case.refused for case in found)
     with Local(with_deepspeed) as local, _status(as_json) as status:
@@ -54,7 +72,10 @@ def verify(recipe: str, overrides: tuple[str, ...], layouts: str, steps: int, dt
             if status is not None:
                 status.update(f"{case.text} on {case.world} ranks")
 
-        verdicts = list(Judge(local, steps).verdicts(found, local, begin))
+        run: Runner = local
+        if slurm:
+            found, run = _queue(found, recipe, overrides, steps, partition, account)
+        verdicts = list(Judge(local, steps).verdicts(found, run, begin))
     if as_json:
         click.echo(json.dumps([verdict.plain() for verdict in verdicts], indent=2))
     else:
@@ -62,6 +83,32 @@ def verify(recipe: str, overrides: tuple[str, ...], layouts: str, steps: int, dt
     bad = [verdict.case.text for verdict in verdicts if not verdict.good]
     if bad:
         raise LayoutsDiffer(f"{len(bad)} of {len(verdicts)} layouts did not pass: {'; '.join(bad)}.")
+
+
+def _queue(
+    found: Sequence[Case],
+    recipe: str,
+    overrides: Sequence[str],
+    steps: int,
+    partition: str | None,
+    account: str | None,
+) -> tuple[tuple[Case, ...], Runner]:
+    """The cases as jobs."""
+    from hpctrain.config.load import load
+    from hpctrain.launch import client
+    from hpctrain.launch.profile import site
+    from hpctrain.launch.sbatch import Options
+    from hpctrain.verify.jobs import Jobs, spread
+
+    if not client.has_slurm():
+        raise ConfigError("--slurm", True, "there is no Slurm here: no sbatch on PATH", "leave it out")
+    config = load(recipe, overrides)
+    found = spread(found, config.cluster.gpus_per_node, config.folder)
+
+    def warn(text: str) -> None:
+        click.echo(f"warning: {text}", err=True)
+
+    return found, Jobs(found, steps, site(config.cluster.profile), Options(partition, account), warn)
 
 
 def _status(as_json: bool) -> Any:

@@ -1,7 +1,7 @@
 """The lives of a run: how often it was started, from which step, and when to give up.
 
 A job that fails at the same place every time would be requeued for ever, billing every try. The run folder
-keeps one line a life; a number of lives in a row that began at the same step means no progress.
+keeps a line or two of each life; some in a row that each came no more than a step further are no progress.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ SUCCESSOR = "successor"
 """File with the key of a life that waits for an earlier one of the same job to go."""
 
 WAIT_S = 180.0
-"""How long it waits: the earlier life looks at the end of each step, and then saves."""
+"""How long it waits at most: the earlier life looks at the end of each step, and then saves."""
 
 MAX_WITHOUT_PROGRESS = 3
-"""Lives in a row that may begin at the same step."""
+"""Lives in a row that may bring the run no further."""
 
 
 @dataclass(frozen=True)
@@ -108,22 +108,22 @@ def in_a_row(all_lives: list[Life]) -> int:
 
 @contextmanager
 def succeed(
-    folder: Path, key: str, restarts: int, hold: Callable[[Path], AbstractContextManager[None]]
+    folder: Path, key: str, wait_s: float, hold: Callable[[Path], AbstractContextManager[None]]
 ) -> Iterator[None]:
-    """Hold a run folder, in a requeued job also against an earlier life of it that still trains.
+    """Hold a run folder, against an earlier life of the job too that still trains.
 
     Slurm starts a job anew when a node does not answer; where only its slurmd died, the ranks there know nothing of it.
 
     Args:
         folder: of the run.
         key: of this life.
-        restarts: how often the job was requeued.
+        wait_s: how long an earlier life may take to go; 0 where there was none.
         hold: the lock.
 
     Raises:
         RunFolderInUse: it is another job's, or the earlier life does not go.
     """
-    deadline = time.monotonic() + (WAIT_S if restarts else 0.0)
+    deadline = time.monotonic() + wait_s
     file = folder / SUCCESSOR
     with ExitStack() as held:
         while True:

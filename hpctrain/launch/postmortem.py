@@ -14,7 +14,7 @@ _LIFE = "Starting with JobEnvironment"
 """What submitit prints as a rank begins; a requeued job goes on in the same file."""
 _EARLIER = re.compile(r".*DUE TO (JOB REQUEUE|PREEMPTION|NODE FAILURE)[^\n]*", re.DOTALL)
 """All that an earlier life left in the output of the batch script, up to how Slurm ended it."""
-_CAUSE = re.compile(r": task [\d,-]+: ")
+_TASK = re.compile(r": tasks? [\d,-]+: ")
 """What srun says of the first task that ended badly; it ends the others itself."""
 _CONSEQUENCE = re.compile(r"rank \d+ (stopped because|lost the connection)|CANCELLED AT|Force Terminated|^Timed out")
 
@@ -26,20 +26,17 @@ def reasons(logs: Path, job: str) -> list[str]:
         logs: folder of the job's output.
         job: its id.
     """
-    found: dict[str, str] = {}
-    said: set[str] = set()
+    said: dict[str, tuple[str, str]] = {}
     for path in (logs / f"slurm-{job}.out", *sorted((logs / job).glob("rank-*.log"), key=_rank)):
         for text in _errors(path):
-            consequence = bool(_CONSEQUENCE.search(text))
-            alike = re.sub(r"\d+", "", text) if consequence else text  # many ranks say that they lost one
-            if alike not in said:
-                said.add(alike)
-                found.setdefault(text, f"{path.stem}: {text}")
-    ordered = sorted(found, key=lambda text: (bool(_CONSEQUENCE.search(text)), bool(_CAUSE.search(text))))
-    first = [text for text in ordered if _CAUSE.search(text)][:1]
-    rest = [text for text in ordered if text not in first]
-    own = [text for text in rest if not _CONSEQUENCE.search(text)][: SHOWN - 1]
-    return [found[text] for text in (own + first + [t for t in rest if t not in own])[:SHOWN]]
+            alike = re.sub(r"\d+", "", text) if _CONSEQUENCE.search(text) else text  # many ranks say that they lost one
+            said.setdefault(alike, (text, f"{path.stem}: {text}"))
+    own: list[str] = []
+    tasks: list[str] = []
+    consequences: list[str] = []
+    for text, line in said.values():
+        (consequences if _CONSEQUENCE.search(text) else tasks if _TASK.search(text) else own).append(line)
+    return [*own[: SHOWN - bool(tasks)], *tasks, *consequences][:SHOWN]
 
 
 def _rank(path: Path) -> int:

@@ -55,7 +55,7 @@ class Axis:
 
     @property
     def direct(self) -> bool:
-        """Gathers and scatters are sent rank to rank: over gloo, where that beats its collectives at every size."""
+        """Gathers and scatters are sent rank to rank: over gloo, where parts are then worked on while others travel."""
         return self.group is not None and dist.get_backend(self.group) == "gloo"
 
     @property

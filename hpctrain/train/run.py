@@ -16,7 +16,7 @@ from hpctrain.config.validate import validate
 from hpctrain.launch.bootstrap import process_group
 from hpctrain.launch.identity import ALONE, Identity, detect
 from hpctrain.launch.limit import TimeLimit
-from hpctrain.launch.lives import Life, begin, knock, succeed, succeeded
+from hpctrain.launch.lives import WAIT_S, Life, begin, knock, succeed, succeeded
 from hpctrain.launch.stop import StopRequest
 from hpctrain.telemetry.console import ConsoleView
 from hpctrain.telemetry.environment import write_environment
@@ -77,7 +77,9 @@ def rank_main(settings: dict[str, Any], console: bool) -> Summary:
             config, world.device, identity.world, identity.local_world, world.meter, world.group_timeout_s
         )
         first = identity.rank == 0
-        lock = succeed(folder, identity.key, restarts, hold)
+        # Meanwhile the other ranks wait for the first one, and no longer than for anything else.
+        wait_s = min(WAIT_S, cluster.timeout_s / 2) if restarts else 0.0
+        lock = succeed(folder, identity.key, wait_s, hold)
         everywhere(lambda: held.enter_context(lock) if first else None, session.mesh.world)
         progress, found = resume(session)
         before = progress.step

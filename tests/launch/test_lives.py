@@ -81,30 +81,30 @@ def train_until_outlived(folder, key, seconds):
         return asked.outlived, asked.reason
 
 
-def follow(folder, key, restarts):
+def follow(folder, key, wait_s):
     """A later life. Returns whether the file by which it made itself known is gone."""
     while not (folder / "holds").exists():
         time.sleep(0.05)
-    with succeed(folder, key, restarts, hold):
+    with succeed(folder, key, wait_s, hold):
         return not (folder / SUCCESSOR).exists()
 
 
-def either(folder, later, restarts):
+def either(folder, later, wait_s):
     if dist.get_rank() == 0:
         return train_until_outlived(folder, "slurm-7-0-0", 3.0)
     try:
-        return follow(folder, later, restarts)
+        return follow(folder, later, wait_s)
     except RunFolderInUse as error:
         return str(error)
 
 
 def test_an_earlier_life_of_a_job_makes_way_for_a_later_one(ranks, tmp_path):
-    earlier, later = ranks(2, either, tmp_path, "slurm-7-0-1", 1)
+    earlier, later = ranks(2, either, tmp_path, "slurm-7-0-1", 60.0)
     assert earlier == (True, "a later life of this job, which Slurm has started elsewhere") and later is True
 
 
-@pytest.mark.parametrize(("key", "restarts"), [("slurm-8-0-0", 0), ("slurm-8-0-1", 1)])
-def test_the_life_of_another_job_is_not_made_way_for(ranks, tmp_path, key, restarts):
-    earlier, later = ranks(2, either, tmp_path, key, restarts)
+@pytest.mark.parametrize(("key", "wait_s"), [("slurm-8-0-0", 0.0), ("slurm-8-0-1", 60.0)])
+def test_the_life_of_another_job_is_not_made_way_for(ranks, tmp_path, key, wait_s):
+    earlier, later = ranks(2, either, tmp_path, key, wait_s)
     assert earlier[0] is False
-    assert later is True if restarts else "is in use by process" in later
+    assert later is True if wait_s else "is in use by process" in later

@@ -88,3 +88,20 @@ def test_waiting_for_objects_is_no_traffic_and_is_counted_once(clock: list[float
         with meter.waiting(meter.began("gather_objects", "world", (0, 1))):
             clock[0] += 2
     assert meter.traffic == {} and meter.seconds == {"checkpoint": 1, "gather_objects": 2}
+
+
+def test_what_a_device_waits_for_is_seen_though_its_host_has_gone_on() -> None:
+    class Work:
+        done = False
+
+        def is_completed(self) -> bool:
+            return self.done
+
+    work, meter = Work(), Meter(asynchronous=True)
+    begun = meter.began("all_reduce", "dp", (0, 1))
+    meter.in_flight = [work]
+    with meter.waiting(begun):
+        pass  # as NCCL does, which only puts the wait into the device's queue
+    assert meter.blocked is None and meter.awaited() == begun
+    work.done = True
+    assert meter.awaited() is None, "a host that computes, or compiles, waits for nobody"

@@ -18,11 +18,12 @@ from hpctrain.config.schema import RunConfig
 from hpctrain.layout.layout import Layout
 from hpctrain.layout.parameters import parameter_specs
 from hpctrain.layout.placement import Box, replica_groups
-from hpctrain.model.batch import IGNORED, Batch
+from hpctrain.model.batch import Batch
 from hpctrain.model.loss import CrossEntropy
 from hpctrain.model.random import initial_values
 from hpctrain.model.transformer import Transformer
 from hpctrain.parallel.mesh import Mesh, build_mesh
+from hpctrain.verify.samples import global_batch
 
 CPU = torch.device("cpu")
 LR = (1e-2, 7e-3, 5e-3)
@@ -38,19 +39,6 @@ def make_config(**sections: dict[str, Any]) -> RunConfig:
         "sharding": dict(bucket_mib=0.005),
     }
     return RunConfig.model_validate({k: {**base.get(k, {}), **sections.get(k, {})} for k in {*base, *sections}})
-
-
-def global_batch(config: RunConfig, step: int) -> Batch:
-    """Random tokens, documents of random lengths, and masks that leave between all and none of a sample."""
-    rng = np.random.default_rng(1000 + step)
-    size, seq = config.train.global_batch, config.data.seq
-    tokens = torch.from_numpy(rng.integers(0, config.model.vocab, (size, seq + 1)))
-    documents = torch.from_numpy(np.cumsum(rng.random((size, seq)) < 0.15, axis=1))
-    labels = tokens[:, 1:].clone()
-    share = np.linspace(0.0, 1.0, size)[:, None]
-    labels[torch.from_numpy(rng.random((size, seq)) > share)] = IGNORED
-    samples = torch.arange(step * size, (step + 1) * size)
-    return Batch(tokens[:, :-1].contiguous(), labels, documents, samples)
 
 
 @dataclass

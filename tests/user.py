@@ -1,9 +1,10 @@
-"""This process as a user of the lab."""
+"""This process as a user of the lab, who waits."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -26,3 +27,11 @@ def user_of(lab: Cluster) -> Iterator[None]:
             patch.setenv(name, value)
         patch.setenv("PYTHONPATH", str(ROOT))
         yield
+
+
+def until(true: Callable[[], object], timeout_s: float = 300.0) -> None:
+    """Longer than it takes on a machine that does much else."""
+    deadline = time.monotonic() + timeout_s
+    while not true():
+        assert time.monotonic() < deadline, "it did not come true"
+        time.sleep(0.05)

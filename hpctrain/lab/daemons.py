@@ -14,8 +14,8 @@ from hpctrain.lab import machines
 from hpctrain.lab.spec import HEAD, LabSpec
 
 READY_TIMEOUT_S = 30.0
-UNSEEN_S = 1.0
-"""How long a daemon may be unseen without a break. While it forks itself into one, a look through /proc can miss it."""
+UNSEEN_S = 5.0
+"""How long a daemon may be unseen without a break. While it forks itself into one, looks through /proc can miss it."""
 
 PROGRAMS = ("munged", "mariadbd", "slurmdbd", "slurmctld", "slurmd", "slurmstepd")
 

@@ -24,7 +24,7 @@ from hpctrain.layout.stages import Stage, stages_of
 
 GIB = 2**30
 COMPUTE_BYTES = {"float32": 4, "float64": 8, "bf16": 2, "fp16": 2}
-"""Bytes of a weight and of an activation."""
+"""Bytes of a weight and of an activation: the sizes of `parallel.precision.COMPUTE`, for code without torch."""
 
 
 @dataclass(frozen=True)

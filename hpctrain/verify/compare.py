@@ -16,15 +16,16 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
+from hpctrain.parallel.precision import COMPUTE
 from hpctrain.verify.trace import Trace
 
 EXACT = 1e-9
 ROOM = 10.0
 """Sums in another order may round differently by some times what one order does."""
 
-EPS = {"float32": 2.0**-23, "bf16": 2.0**-8, "fp16": 2.0**-11}
 KINDS = ("loss", "norm", "gradient", "weight")
 
 Distances = Mapping[str, Mapping[str, float]]
@@ -68,7 +69,8 @@ def tolerance(precision: str, measured: Distances | None) -> Tolerance:
     if precision == "float64":
         return Tolerance(lambda kind, where: EXACT, f"float64: only the order of sums may differ, so {EXACT:g}")
     assert measured is not None
-    usual = {kind: max(statistics.median(measured[kind].values()), EPS[precision]) for kind in KINDS}
+    eps = torch.finfo(COMPUTE[precision]).eps
+    usual = {kind: max(statistics.median(measured[kind].values()), eps) for kind in KINDS}
 
     def limit(kind: str, where: str) -> float:
         return ROOM * max(measured[kind][where], usual[kind])

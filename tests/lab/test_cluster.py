@@ -3,23 +3,15 @@
 from __future__ import annotations
 
 import glob
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from hpctrain.errors import LabError
 from hpctrain.lab import Cluster, kill_node, start_node, status
+from tests.user import until
 
 pytestmark = [pytest.mark.slurm, pytest.mark.xdist_group("slurm")]
-
-
-def wait_until(true: Callable[[], object], timeout_s: float = 30.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not true():
-        assert time.monotonic() < deadline, "it did not come true"
-        time.sleep(0.1)
 
 
 def sbatch(slurm: Cluster, script: str, *flags: str) -> str:
@@ -79,22 +71,22 @@ def test_nodes_share_no_memory(slurm: Cluster) -> None:
 def test_batch_job_writes_its_output(slurm: Cluster, tmp_path: Path) -> None:
     job = sbatch(slurm, "srun -N2 hostname; echo $SLURM_JOB_ID", "-N2", f"--output={tmp_path}/%j.out")
     output = tmp_path / f"{job}.out"
-    wait_until(lambda: output.exists() and job in output.read_text())
+    until(lambda: output.exists() and job in output.read_text())
     assert sorted(output.read_text().split()) == sorted(["n0", "n1", job])
 
 
 def test_cancelled_job_is_gone(slurm: Cluster) -> None:
     job = sbatch(slurm, "sleep 60")
-    wait_until(lambda: state(slurm, job) == "RUNNING")
+    until(lambda: state(slurm, job) == "RUNNING")
     assert status(slurm)["jobs"] == 1
     slurm.run(["scancel", job])
-    wait_until(lambda: state(slurm, job) == "")
+    until(lambda: state(slurm, job) == "")
 
 
 def test_command_out_of_time_leaves_no_job(slurm: Cluster) -> None:
     with pytest.raises(LabError, match=r"salloc has not ended after 1 s; see the logs in "):
         slurm.run(["salloc", "-N4", "sleep", "60"], timeout_s=1)
-    wait_until(lambda: slurm.run(["squeue", "--noheader"]).stdout == "", timeout_s=10)
+    until(lambda: slurm.run(["squeue", "--noheader"]).stdout == "", timeout_s=10)
 
 
 def test_pmix_on_every_node(slurm: Cluster) -> None:
@@ -110,12 +102,12 @@ def test_preempted_job_is_warned_and_requeued(slurm: Cluster, tmp_path: Path) ->
     flags = ("-N4", "--gres=gpu:4", "--requeue", "--open-mode=append", "--signal=USR2@60", "--time=30")
     (tmp_path / "task.sh").write_text(task)
     job = sbatch(slurm, f"srun bash {tmp_path}/task.sh", *flags, f"--output={log}")
-    wait_until(lambda: log.exists() and log.read_text().count("life 0") == 4)
+    until(lambda: log.exists() and log.read_text().count("life 0") == 4)
     assert "warned" not in log.read_text()
     urgent = sbatch(slurm, f"echo urgent >>{log}", "--partition=high", "-N4", "--gres=gpu:4")
-    wait_until(lambda: log.read_text().count("warned") == 4, timeout_s=10)
-    wait_until(lambda: "urgent" in log.read_text(), timeout_s=60)  # the job stays on, so Slurm has to end it
-    wait_until(lambda: log.read_text().count("life 1") == 4)
+    until(lambda: log.read_text().count("warned") == 4, timeout_s=10)
+    until(lambda: "urgent" in log.read_text(), timeout_s=60)  # the job stays on, so Slurm has to end it
+    until(lambda: log.read_text().count("life 1") == 4)
     assert state(slurm, urgent) == ""
     assert state(slurm, job) == "RUNNING"
 
@@ -123,14 +115,14 @@ def test_preempted_job_is_warned_and_requeued(slurm: Cluster, tmp_path: Path) ->
 def test_job_outlives_its_slurmd(slurm: Cluster, tmp_path: Path) -> None:
     begun, go, log = (tmp_path / name for name in ("begun", "go", "log"))
     job = sbatch(slurm, f"touch {begun}; until [ -e {go} ]; do sleep 0.1; done; echo done >{log}", "--nodelist=n2")
-    wait_until(begun.exists)
+    until(begun.exists)
     kill_node(slurm.spec, "n2", slurmd_only=True)
     assert [row["daemons"] for row in status(slurm)["machines"] if row["name"] == "n2"] == [["slurmstepd"]]
     start_node(slurm.spec, "n2")
     assert state(slurm, job) == "RUNNING"
     go.touch()
-    wait_until(log.exists)
-    wait_until(lambda: state(slurm, job) == "")
+    until(log.exists)
+    until(lambda: state(slurm, job) == "")
 
 
 def test_unknown_node(slurm: Cluster) -> None:

@@ -18,7 +18,8 @@ import pytest
 from hpctrain import lab
 from hpctrain.errors import LabError
 from hpctrain.lab import Cluster, LabSpec, config, folder, kill_node, lifecycle, machines, processes
-from tests.lab.test_cluster import sbatch, state, wait_until
+from tests.lab.test_cluster import sbatch, state
+from tests.user import until
 
 pytestmark = [pytest.mark.slurm, pytest.mark.xdist_group("slurm")]
 
@@ -72,7 +73,7 @@ def test_second_lab_with_accounting_beside_the_first(slurm: Cluster, spec: LabSp
             rows = second.run(["sacct", "-X", "-n", "-P", "--format=JobID,State"]).stdout.split()
             return dict(row.split("|") for row in rows)
 
-        wait_until(lambda: accounted() == {job: "COMPLETED", failing: "FAILED"})
+        until(lambda: accounted() == {job: "COMPLETED", failing: "FAILED"})
         assert set(slurm.node_states().values()) == {"idle"}
         assert second.run(["sinfo", "-h", "-o", "%D"]).stdout.split()[0] == "2"
         assert len(slurm.node_states()) == 4
@@ -112,10 +113,10 @@ def test_killed_node_is_noticed_and_its_job_requeued(spec: LabSpec) -> None:
     quick = replace(spec, nodes=3, slurmd_timeout_s=2, message_timeout_s=3)
     with lab.cluster(quick) as cluster:
         job = sbatch(cluster, "srun sleep 60", "-N2", "--requeue")
-        wait_until(lambda: state(cluster, job) == "RUNNING")
+        until(lambda: state(cluster, job) == "RUNNING")
         victim = cluster.run(["squeue", "-h", f"--jobs={job}", "-o", "%B"]).stdout.strip()
         kill_node(cluster.spec, victim)
-        wait_until(lambda: state(cluster, job) == "PENDING", timeout_s=30)
+        until(lambda: state(cluster, job) == "PENDING", timeout_s=30)
         assert cluster.node_states()[victim] == "down*"
         assert "Restarts=1" in cluster.run(["scontrol", "show", "job", job]).stdout
         lab.start_node(cluster.spec, victim)
@@ -134,7 +135,7 @@ def test_down_after_parts_were_killed(spec: LabSpec) -> None:
 def test_up_that_is_killed_half_way(spec: LabSpec) -> None:
     command = [sys.executable, "-m", "hpctrain", "lab", "up", f"--folder={spec.folder}", "--nodes=2"]
     with subprocess.Popen(command) as child:
-        wait_until(lambda: (spec.folder / "run" / "n0.up").exists())
+        until(lambda: (spec.folder / "run" / "n0.up").exists())
         child.send_signal(signal.SIGKILL)
     made = folder.load(spec.folder)
     assert made and traces(made)
@@ -145,7 +146,7 @@ def test_up_that_is_killed_half_way(spec: LabSpec) -> None:
 def test_machines_end_when_their_folder_is_gone(spec: LabSpec) -> None:
     made = lab.up(spec).cluster.spec
     folder.remove(made.folder)
-    wait_until(lambda: traces(made) == [], timeout_s=15)
+    until(lambda: traces(made) == [], timeout_s=15)
 
 
 def test_failing_daemon_is_quoted(spec: LabSpec, monkeypatch: pytest.MonkeyPatch) -> None:

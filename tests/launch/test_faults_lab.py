@@ -14,7 +14,8 @@ from hpctrain.cli import main
 from hpctrain.lab import Cluster, kill_node, start_node
 from hpctrain.launch.jobs import wait
 from hpctrain.launch.postmortem import reasons
-from tests.launch.training import FOUR, build_corpus, losses, records, submit, until
+from tests.launch.training import FOUR, build_corpus, losses, records, submit
+from tests.user import until
 
 pytestmark = [pytest.mark.slurm, pytest.mark.xdist_group("slurm"), pytest.mark.usefixtures("on_the_lab")]
 

@@ -15,7 +15,8 @@ from hpctrain.launch.jobs import Job, cancel, states
 from hpctrain.launch.slurm import Request
 from tests.launch import jobs
 from tests.launch.submission import request, run_config
-from tests.launch.test_submit_lab import done, reports, send, until
+from tests.launch.test_submit_lab import done, reports, send
+from tests.user import until
 
 pytestmark = [pytest.mark.slurm, pytest.mark.xdist_group("slurm"), pytest.mark.usefixtures("on_the_lab")]
 

@@ -10,7 +10,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -23,7 +22,7 @@ from hpctrain.launch.plan import rank_plan
 from hpctrain.launch.slurm import Request, submit
 from tests.launch import jobs
 from tests.launch.submission import request, run_config
-from tests.user import ROOT
+from tests.user import ROOT, until
 
 pytestmark = [pytest.mark.slurm, pytest.mark.xdist_group("slurm"), pytest.mark.usefixtures("on_the_lab")]
 
@@ -41,13 +40,6 @@ def done(*ids: str) -> list[str]:
 
 def reports(folder: Path) -> list[dict[str, object]]:
     return [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"), key=lambda path: int(path.stem))]
-
-
-def until(true: Callable[[], object], timeout_s: float = 30.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not true():
-        assert time.monotonic() < deadline, "it did not come true"
-        time.sleep(0.1)
 
 
 def test_ranks_find_what_the_plan_says(tmp_path: Path) -> None:

@@ -31,9 +31,8 @@ from tests.launch.training import (
     ranks_on,
     records,
     submit,
-    until,
 )
-from tests.user import user_of
+from tests.user import until, user_of
 
 pytestmark = [pytest.mark.slurm, pytest.mark.xdist_group("slurm"), pytest.mark.usefixtures("on_the_lab")]
 

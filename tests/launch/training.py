@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -100,11 +99,3 @@ def frozen(*ranks: Process) -> Iterator[None]:
         for rank in ranks:
             if rank.alive():
                 os.kill(rank.pid, signal.SIGCONT)
-
-
-def until(true: Callable[[], object], timeout_s: float = 300.0) -> None:
-    """Longer than it takes on a machine that does much else."""
-    deadline = time.monotonic() + timeout_s
-    while not true():
-        assert time.monotonic() < deadline, "it did not come true"
-        time.sleep(0.05)

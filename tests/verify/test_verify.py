@@ -72,3 +72,10 @@ def test_the_reference_is_that_of_the_equivalence_tests() -> None:
     assert mine.norms == pytest.approx(theirs.norms, rel=1e-12)
     for name, values in theirs.weights.items():
         torch.testing.assert_close(mine.weights[name], values, rtol=1e-10, atol=1e-13)
+
+
+def test_jobs_need_a_slurm(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "/nowhere")
+    status, _, err = verify(capsys, "--layouts", "tp=2", "--slurm")
+    assert status == 2
+    assert err == "error: --slurm=true: there is no Slurm here: no sbatch on PATH; leave it out.\n"

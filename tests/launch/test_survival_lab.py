@@ -187,7 +187,7 @@ def test_a_job_whose_slurmd_is_killed_starts_anew_elsewhere(
         until(lambda: states([job])[job].state == "PENDING")
         assert orphan.alive()
     assert ended(job) == "COMPLETED", log_of(run, job)
-    assert not orphan.alive()
+    until(lambda: not orphan.alive(), timeout_s=60)
     assert states([job])[job].nodes in ("n[0,2]", "n[0,3]", "n[2-3]")
     (resumed,) = events(run, "resume")
     assert EVERY <= resumed < STEPS

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import time
 from pathlib import Path
@@ -78,7 +79,7 @@ def test_a_stopped_rank_is_named_also_by_ranks_far_from_it(ranks, tmp_path: Path
     kind, text = said[3].split("|")
     assert kind == "RankHung" and text.startswith("rank 2 (process ")
     assert "in step 5 in backward" in text and "after all_reduce 0 over world (ranks 0, 1, 2, 3)" in text
-    assert "has given no sign of life for 3 s: the job ends here; rank 3 waited for it." in text
+    assert re.search(r"has given no sign of life for [3-9] s: the job ends here; rank 3 waited for it\.", text), text
     for rank in (0, 1):
         assert said[rank].startswith(f"PeerLost|rank {rank} stopped because rank 2 (process "), said
     assert seconds < 30
@@ -87,7 +88,8 @@ def test_a_stopped_rank_is_named_also_by_ranks_far_from_it(ranks, tmp_path: Path
 def test_rank_0_is_named_though_the_store_goes_with_it(ranks, tmp_path: Path) -> None:
     said, _ = outcome(ranks, tmp_path, "first")
     hung = [text for text in said.values() if text.startswith("RankHung")]
-    assert hung and all("rank 0, which holds the store, has given no sign of life for 3 s" in t for t in hung), said
+    silent = re.compile("rank 0, which holds the store, has given no sign of life for [3-9] s")
+    assert hung and all(silent.search(text) for text in hung), said
 
 
 def test_a_rank_that_lives_but_does_not_come_is_named(ranks, tmp_path: Path) -> None:

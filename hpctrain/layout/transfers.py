@@ -87,6 +87,12 @@ def expand(schedule: Schedule) -> tuple[Program, ...]:
     return tuple(_program(schedule, [item for _, item in sorted(of_rank, key=lambda i: i[0])]) for of_rank in items)
 
 
+def most_received(stages: int, chunks: int) -> int:
+    """Tensors that a rank has room for at once, at most: those that it uses next, and for later. No tensor waits for
+    long in a list made by `expand`, so this does not grow with the size of the schedule."""
+    return 0 if stages == 1 else 2 if chunks == 1 else 6
+
+
 def proofs(schedule: Schedule, programs: Sequence[Program], rank: int) -> dict[Tensor, tuple[Tensor, ...]]:
     """For each tensor that a rank receives: those it had sent to the same rank that must have arrived by then.
 

@@ -9,7 +9,7 @@ import pytest
 from hpctrain.layout.actions import Action, Tensor, makes
 from hpctrain.layout.schedule import make_schedule
 from hpctrain.layout.timeline import Times, play
-from hpctrain.layout.transfers import WAY, Exchange, Program, Transfer, expand, proofs
+from hpctrain.layout.transfers import WAY, Exchange, Program, Transfer, expand, most_received, proofs
 from tests.layout.test_schedule import CHUNKS, LETTERS
 
 
@@ -117,7 +117,7 @@ def test_what_a_tensor_proves_by_hand() -> None:
 
 @pytest.mark.parametrize("name", CHUNKS)
 def test_an_activation_has_arrived_when_its_gradient_has(name: str) -> None:
-    """So a rank need not keep what it has sent longer than the forward pass that made it; and nothing is proved twice."""
+    """So a rank keeps what it has sent no longer than the pass that made it; and nothing is proved twice."""
     for stages, chunks, micro_batches in product((2, 3, 4), CHUNKS[name], (1, 3, 8)):
         schedule = make_schedule(name, stages, chunks, micro_batches)
         programs = expand(schedule)
@@ -132,3 +132,23 @@ def test_an_activation_has_arrived_when_its_gradient_has(name: str) -> None:
                     assert Tensor("activation", tensor.stage - 1, tensor.micro_batch) in proved
             sent = {transfer.tensor for transfer in transfers(program, "send")}
             assert len(proved) == len(set(proved)) and sent >= set(proved)
+
+
+@pytest.mark.parametrize("name", CHUNKS)
+def test_few_tensors_are_received_for_later(name: str) -> None:
+    found = {}
+    for stages, chunks, micro_batches in product((1, 2, 5, 8), CHUNKS[name], (1, 2, 7, 8, 16)):
+        schedule = make_schedule(name, stages, chunks, micro_batches)
+        room = most = 0
+        for rank, program in enumerate(expand(schedule)):
+            for item in program:
+                if isinstance(item, Exchange):
+                    room += sum(transfer.way == "recv" for transfer in item.transfers)
+                else:
+                    others = (t for t in schedule.needs(item) if t.stage != item.stage)
+                    room -= sum(schedule.home(t.stage) != rank for t in others)
+                most = max(most, room)
+        assert most <= most_received(stages, chunks)
+        found[stages, chunks] = max(most, found.get((stages, chunks), 0))
+    if chunks == 1:  # of schedules that only ever have one
+        assert found[2, 1] == found[8, 1] == most_received(8, 1)

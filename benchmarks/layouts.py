@@ -56,6 +56,7 @@ LAYOUTS: dict[str, dict[str, list[str]]] = {
     "pipeline": {
         "pp=2, gpipe": ["parallel.pp=2", "parallel.schedule=gpipe"],
         "pp=2, 1f1b": ["parallel.pp=2", "parallel.schedule=1f1b"],
+        "pp=2, 1f1b, even split": ["parallel.pp=2", "parallel.schedule=1f1b", "parallel.stage_layers=[2,2]"],
         "pp=2, interleaved": ["parallel.pp=2", "parallel.schedule=interleaved", "parallel.chunks=2"],
         "pp=2, zb-h1": ["parallel.pp=2", "parallel.schedule=zb-h1"],
         "pp=2, zb-v": ["parallel.pp=2", "parallel.schedule=zb-v", "parallel.chunks=2"],
@@ -75,7 +76,7 @@ PEERS: dict[str, tuple[Any, tuple[Any, ...], tuple[str, ...]]] = {
     "DTensor, SequenceParallel": (native.tensor_parallel, (True,), ("tp=2, sp",)),
     "DeepSpeed AutoTP": (deepspeed_engines.tensor_parallel, (), ("tp=2",)),
     "torch ScheduleGPipe": (native.pipeline, ("ScheduleGPipe", 1), ("pp=2, gpipe",)),
-    "torch Schedule1F1B": (native.pipeline, ("Schedule1F1B", 1), ("pp=2, 1f1b",)),
+    "torch Schedule1F1B": (native.pipeline, ("Schedule1F1B", 1), ("pp=2, 1f1b", "pp=2, 1f1b, even split")),
     "torch ScheduleInterleaved1F1B": (native.pipeline, ("ScheduleInterleaved1F1B", 2), ("pp=2, interleaved",)),
     "torch ScheduleInterleavedZeroBubble": (native.pipeline, ("ScheduleInterleavedZeroBubble", 1), ("pp=2, zb-h1",)),
     "the same with 2 stages a rank": (native.pipeline, ("ScheduleInterleavedZeroBubble", 2), ("pp=2, zb-h1",)),

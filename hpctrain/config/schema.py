@@ -99,7 +99,7 @@ class ParallelConfig(Section):
     )
     chunks: Count = Field(1, description="Virtual stages a rank of the pipeline holds.")
     stage_layers: tuple[Natural, ...] | None = Field(
-        None, description="Layers of each of the pp x chunks virtual stages; null splits them evenly."
+        None, description="Layers of each of the pp x chunks virtual stages; null balances them, the head counted."
     )
     cp: Count = Field(1, description="Context parallelism: the sequence is split. Not in this version.")
     ep: Count = Field(1, description="Expert parallelism. Not in this version.")

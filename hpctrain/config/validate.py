@@ -164,7 +164,7 @@ def _pipeline(config: RunConfig) -> None:
         return
     if len(sizes) != number or sum(sizes) != layers:
         reason = f"must be {number} numbers (pp x chunks) with the sum {layers} (model.layers)"
-        _refuse("parallel.stage_layers", list(sizes), reason, "use null for an even split")
+        _refuse("parallel.stage_layers", list(sizes), reason, "use null for a balanced split")
     if 0 in sizes[1:-1]:
         reason = "only the first and the last stage can do without layers"
         _refuse("parallel.stage_layers", list(sizes), reason, "give every other stage at least 1")

@@ -50,7 +50,7 @@ def test_layouts_pass_each_with_its_own_tolerance(capsys: pytest.CaptureFixture[
 def test_a_layout_that_computes_something_else_is_named(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An embedding whose parts are not summed: the ranks inherit the breakage."""
+    """An embedding whose parts are not summed: the ranks inherit the breakage. Trap D9: samples of dp count alike."""
     from hpctrain.parallel import tensor
 
     monkeypatch.setattr(tensor, "reduce_from", lambda x, axis: x)

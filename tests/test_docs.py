@@ -75,5 +75,13 @@ def test_the_table_of_schedules_is_that_of_the_program() -> None:
         assert most == claimed_peak(name, 4, int(chunks), 8, 0) / int(chunks)
 
 
+def test_traps_have_the_tests_that_the_page_names() -> None:
+    rows = re.findall(r"^\| (D\d+): [^|]* \| `(\S+) (\w+)` \|", (DOCS / "numerics.md").read_text(), re.MULTILINE)
+    assert len(rows) > 10
+    for trap, file, name in rows:
+        test = (Path(__file__).parent / file).read_text().partition(f"def {name}(")[2]
+        assert re.search(rf"\b{trap}\b", re.split(r"\n(?:def|@)", test)[0]), f"{file} {name} does not name {trap}"
+
+
 def test_there_is_something_to_test() -> None:
     assert len(COMMANDS) > 14 and len(PROFILES) == 2 and len(SHOWN) == 3

@@ -45,6 +45,9 @@ SUBMITIT = {
     "SUBMITIT_LOCAL_JOB_ID": "4242",
 }
 
+ENROOT = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "MASTER_ADDR": "node0", "MASTER_PORT": "15077"}
+"""What enroot's PyTorch hook makes of `STEP`; it leaves LOCAL_WORLD_SIZE out."""
+
 OF_TORCHRUN = Identity(5, 8, 1, 4, "torchrun", "torchrun-a+b-2", Master("node1", 29500, True))
 OF_STEP = Identity(3, 4, 1, 2, "srun", "slurm-77-3-0")
 OF_SUBMITIT = Identity(1, 2, 1, 2, "submitit", "local-4242")
@@ -60,12 +63,13 @@ OF_OPENMPI = Identity(2, 4, 0, 2, "mpirun", "mpirun-prterun-a-12+1", mpi="pmix")
         ({"RANK": "0", "WORLD_SIZE": "1"}, Identity(0, 1, 0, 1, "env", "env")),
         (STEP, OF_STEP),
         ({**STEP, "SLURM_RESTART_COUNT": "2"}, Identity(3, 4, 1, 2, "srun", "slurm-77-3-2")),
-        ({**STEP, "PMIX_RANK": "3"}, Identity(3, 4, 1, 2, "srun", "slurm-77-3-0", mpi="pmix")),
+        ({**STEP, "PMIX_RANK": "3", "HPCTRAIN_MPI": "pmix"}, Identity(3, 4, 1, 2, "srun", "slurm-77-3-0", mpi="pmix")),
+        ({**STEP, "PMIX_RANK": "3"}, OF_STEP),
         (OPENMPI, OF_OPENMPI),
         (HYDRA, Identity(3, 4, 1, 2, "mpirun", "mpirun", mpi="pmi")),
         (SUBMITIT, OF_SUBMITIT),
     ],
-    ids=["nobody", "torchrun", "by-hand", "one-by-hand", "srun", "requeued", "pmix", "openmpi", "hydra", "submitit"],
+    ids=["nobody", "torchrun", "by-hand", "one-by-hand", "srun", "requeued", "pmix", "pmix-unasked", "openmpi", "hydra", "submitit"],
 )
 def test_each_launcher(env, expected):
     assert detect(env) == expected
@@ -97,7 +101,13 @@ def test_a_job_without_a_task_is_not_a_rank(env):
         ({**OPENMPI, **TORCHRUN}, OF_TORCHRUN),
         ({**DAEMON, **OPENMPI}, Identity(2, 4, 0, 2, "mpirun", "mpirun-77-0-prterun-a-12+1", mpi="pmix")),
         ({**DAEMON, **HYDRA}, Identity(3, 4, 1, 2, "mpirun", "mpirun-77-0", mpi="pmi")),
-        ({**STEP, "PMI_RANK": "3", "PMI_SIZE": "4"}, Identity(3, 4, 1, 2, "srun", "slurm-77-3-0", mpi="pmi")),
+        (
+            {**STEP, "PMI_RANK": "3", "PMI_SIZE": "4", "HPCTRAIN_MPI": "pmi2"},
+            Identity(3, 4, 1, 2, "srun", "slurm-77-3-0", mpi="pmi"),
+        ),
+        ({**STEP, **ENROOT, "SLURM_RESTART_COUNT": "2"}, Identity(3, 4, 1, 2, "srun", "slurm-77-3-2")),
+        ({**STEP, **ENROOT, "LOCAL_WORLD_SIZE": "2"}, OF_STEP),
+        ({**DAEMON, **BY_HAND}, Identity(5, 8, 1, 4, "env", "env", Master("node1", 29500, False))),
         ({**STEP, "WORLD_SIZE": "4"}, OF_STEP),
     ],
     ids=[
@@ -109,6 +119,9 @@ def test_a_job_without_a_task_is_not_a_rank(env):
         "openmpi-by-srun",
         "hydra-by-srun",
         "srun-pmi2",
+        "enroot-in-srun",
+        "enroot-with-local-world",
+        "by-hand-in-srun",
         "world-size-exported",
     ],
 )

@@ -33,7 +33,8 @@ MPI_VARIABLE = "HPCTRAIN_MPI"
 and then it is nobody's wish that the ranks start it."""
 
 _MARKS = re.compile(
-    MPI_VARIABLE + r"|RANK|WORLD_SIZE|LOCAL_RANK|LOCAL_WORLD_SIZE|MASTER_ADDR|MASTER_PORT|GROUP_RANK|GROUP_WORLD_SIZE|ROLE_\w+"
+    MPI_VARIABLE
+    + r"|RANK|WORLD_SIZE|LOCAL_RANK|LOCAL_WORLD_SIZE|MASTER_ADDR|MASTER_PORT|GROUP_RANK|GROUP_WORLD_SIZE|ROLE_\w+"
     r"|TORCHELASTIC_\w+|SUBMITIT_\w+|SLURM_(PROCID|LOCALID|GTIDS|STEP\w*)|OMPI_COMM_WORLD_\w+|PMI_\w+"
     r"|PMIX_(?!MCA_)\w+|MPI_LOCAL\w+"
 )
@@ -156,6 +157,16 @@ def _key(*parts: str) -> str:
     return re.sub(r"[^A-Za-z0-9.+-]", "+", "-".join(parts))
 
 
+def _job_and_restart(env: Mapping[str, str]) -> tuple[str, ...]:
+    """A requeued batch script starts its launcher again, perhaps with the same names."""
+    return (env["SLURM_JOB_ID"], env.get("SLURM_RESTART_COUNT", "0")) if "SLURM_JOB_ID" in env else ()
+
+
+def job_of(key: str) -> str:
+    """The part of a key that all lives of a job have: its launcher and, in Slurm, its id."""
+    return "-".join(key.split("-")[:2])
+
+
 def _torchrun(env: Mapping[str, str]) -> Identity | None:
     if "RANK" not in env:
         return None
@@ -182,13 +193,14 @@ def _torchrun(env: Mapping[str, str]) -> Identity | None:
         local_rank, local_world = 0, 1
     else:
         raise LaunchError("RANK is set but LOCAL_RANK is not: set LOCAL_RANK and LOCAL_WORLD_SIZE too.")
-    key = _key("torchrun", env["TORCHELASTIC_RUN_ID"], env.get("TORCHELASTIC_RESTART_COUNT", "0")) if elastic else "env"
-    return Identity(rank, world, local_rank, local_world, "torchrun" if elastic else "env", key, master)
+    source: Source = "torchrun" if elastic else "env"
+    run = (env["TORCHELASTIC_RUN_ID"], env.get("TORCHELASTIC_RESTART_COUNT", "0")) if elastic else ()
+    key = _key(source, *_job_and_restart(env), *run)
+    return Identity(rank, world, local_rank, local_world, source, key, master)
 
 
 def _mpirun(env: Mapping[str, str]) -> Identity | None:
-    # A requeued batch script starts mpirun again, perhaps with the same names.
-    job = (env["SLURM_JOB_ID"], env.get("SLURM_RESTART_COUNT", "0")) if "SLURM_JOB_ID" in env else ()
+    job = _job_and_restart(env)
     if "OMPI_COMM_WORLD_RANK" in env:
         name = env.get("PMIX_NAMESPACE") or env.get("OMPI_MCA_ess_base_jobid", "")
         return Identity(

@@ -7,22 +7,14 @@ keeps a line or two of each life; some in a row that each came no more than a st
 from __future__ import annotations
 
 import json
-import time
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from hpctrain.checkpoint.lock import RunFolderInUse
 from hpctrain.errors import LaunchError
+from hpctrain.launch.identity import job_of
 
 FILE = "lives.jsonl"
-SUCCESSOR = "successor"
-"""File with the key of a life that waits for an earlier one of the same job to go."""
-
-WAIT_S = 180.0
-"""How long it waits at most: the earlier life looks at the end of each step, and then saves."""
-
 MAX_WITHOUT_PROGRESS = 3
 """Lives in a row that may bring the run no further."""
 
@@ -61,7 +53,7 @@ def knock(folder: Path, key: str, restarts: int) -> None:
     """
     with suppress(OSError):  # what is wrong with the folder is said by all ranks together, later
         _write(folder, Life(key, -1))
-    before = [life for life in lives(folder) if _job(life.key) == _job(key)][:-1][-MAX_WITHOUT_PROGRESS:]
+    before = [life for life in lives(folder) if job_of(life.key) == job_of(key)][:-1][-MAX_WITHOUT_PROGRESS:]
     if restarts and len(before) == MAX_WITHOUT_PROGRESS and all(life.step < 0 for life in before):
         raise LaunchError(
             f"{len(before)} lives in a row of {folder} ended before they began to train: not tried again; "
@@ -87,7 +79,7 @@ def begin(folder: Path, life: Life, restarts: int) -> None:
         LaunchError: a requeued job that has made no progress in its last lives.
     """
     _write(folder, life)
-    count = in_a_row([past for past in lives(folder) if _job(past.key) == _job(life.key)])
+    count = in_a_row([past for past in lives(folder) if job_of(past.key) == job_of(life.key)])
     if restarts and count > MAX_WITHOUT_PROGRESS:
         raise LaunchError(
             f"{count} lives in a row of {folder} came no further than step {life.step}: not tried again; "
@@ -104,49 +96,3 @@ def in_a_row(all_lives: list[Life]) -> int:
             break
         count, next_step = count + 1, life.step if life.step >= 0 else next_step
     return count
-
-
-@contextmanager
-def succeed(
-    folder: Path, key: str, wait_s: float, hold: Callable[[Path], AbstractContextManager[None]]
-) -> Iterator[None]:
-    """Hold a run folder, against an earlier life of the job too that still trains.
-
-    Slurm starts a job anew when a node does not answer; where only its slurmd died, the ranks there know nothing of it.
-
-    Args:
-        folder: of the run.
-        key: of this life.
-        wait_s: how long an earlier life may take to go; 0 where there was none.
-        hold: the lock.
-
-    Raises:
-        RunFolderInUse: it is another job's, or the earlier life does not go.
-    """
-    deadline = time.monotonic() + wait_s
-    file = folder / SUCCESSOR
-    with ExitStack() as held:
-        while True:
-            try:
-                held.enter_context(hold(folder))
-                break
-            except RunFolderInUse:
-                if time.monotonic() >= deadline:
-                    raise
-                file.write_text(key)
-                time.sleep(0.5)
-        file.unlink(missing_ok=True)
-        yield
-
-
-def succeeded(folder: Path, key: str) -> bool:
-    """Whether a later life of the job of `key` waits for the run folder."""
-    with suppress(OSError):
-        other = (folder / SUCCESSOR).read_text()
-        return other != key and _job(other) == _job(key)
-    return False
-
-
-def _job(key: str) -> str:
-    """A key is `slurm-JOB-STEP-RESTART`."""
-    return "-".join(key.split("-")[:2])

@@ -1,9 +1,11 @@
 """Which rank a process is, for every launcher and every nesting of them."""
 
+from dataclasses import replace
+
 import pytest
 
 from hpctrain.errors import LaunchError
-from hpctrain.launch.identity import Identity, Master, detect, slurm_job, threads_per_rank, without_identity
+from hpctrain.launch.identity import Identity, Master, detect, job_of, slurm_job, threads_per_rank, without_identity
 
 ALLOCATION = {"SLURM_JOB_ID": "77", "SLURM_JOB_NUM_NODES": "2", "SLURM_NNODES": "2", "SLURM_NTASKS": "4"}
 BATCH = {**ALLOCATION, "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NODEID": "0", "SLURM_TASKS_PER_NODE": "2(x2)"}
@@ -69,7 +71,19 @@ OF_OPENMPI = Identity(2, 4, 0, 2, "mpirun", "mpirun-prterun-a-12+1", mpi="pmix")
         (HYDRA, Identity(3, 4, 1, 2, "mpirun", "mpirun", mpi="pmi")),
         (SUBMITIT, OF_SUBMITIT),
     ],
-    ids=["nobody", "torchrun", "by-hand", "one-by-hand", "srun", "requeued", "pmix", "pmix-unasked", "openmpi", "hydra", "submitit"],
+    ids=[
+        "nobody",
+        "torchrun",
+        "by-hand",
+        "one-by-hand",
+        "srun",
+        "requeued",
+        "pmix",
+        "pmix-unasked",
+        "openmpi",
+        "hydra",
+        "submitit",
+    ],
 )
 def test_each_launcher(env, expected):
     assert detect(env) == expected
@@ -94,7 +108,7 @@ def test_a_job_without_a_task_is_not_a_rank(env):
 @pytest.mark.parametrize(
     "env, expected",
     [
-        ({**STEP, **TORCHRUN}, OF_TORCHRUN),
+        ({**STEP, **TORCHRUN}, replace(OF_TORCHRUN, key="torchrun-77-0-a+b-2")),
         ({**STEP, **SUBMITIT}, OF_SUBMITIT),
         ({**ALLOCATION, **SUBMITIT}, OF_SUBMITIT),
         ({**BATCH, **SUBMITIT}, OF_SUBMITIT),
@@ -107,7 +121,7 @@ def test_a_job_without_a_task_is_not_a_rank(env):
         ),
         ({**STEP, **ENROOT, "SLURM_RESTART_COUNT": "2"}, Identity(3, 4, 1, 2, "srun", "slurm-77-3-2")),
         ({**STEP, **ENROOT, "LOCAL_WORLD_SIZE": "2"}, OF_STEP),
-        ({**DAEMON, **BY_HAND}, Identity(5, 8, 1, 4, "env", "env", Master("node1", 29500, False))),
+        ({**DAEMON, **BY_HAND}, Identity(5, 8, 1, 4, "env", "env-77-0", Master("node1", 29500, False))),
         ({**STEP, "WORLD_SIZE": "4"}, OF_STEP),
     ],
     ids=[
@@ -137,6 +151,15 @@ def test_uneven_nodes():
 def test_restart_is_another_life():
     lives = [STEP, {**STEP, "SLURM_RESTART_COUNT": "1"}, {**STEP, "SLURM_STEP_ID": "4"}, {**STEP, "SLURM_JOB_ID": "8"}]
     assert len({detect(env).key for env in lives}) == 4
+
+
+@pytest.mark.parametrize(
+    "marks", [{}, TORCHRUN, BY_HAND, OPENMPI, HYDRA], ids=["srun", "torchrun", "by-hand", "openmpi", "hydra"]
+)
+def test_lives_of_a_job_of_slurm_are_known_under_every_launcher(marks):
+    first, second = (detect({**DAEMON, **marks, "SLURM_RESTART_COUNT": count}).key for count in "12")
+    other = detect({**DAEMON, **marks, "SLURM_JOB_ID": "78"}).key
+    assert first != second and job_of(first) == job_of(second) != job_of(other)
 
 
 @pytest.mark.parametrize(

@@ -2,26 +2,10 @@
 
 from __future__ import annotations
 
-import time
-
 import pytest
-import torch.distributed as dist
 
-from hpctrain.checkpoint.lock import RunFolderInUse, hold
 from hpctrain.errors import LaunchError
-from hpctrain.launch import stop
-from hpctrain.launch.lives import (
-    FILE,
-    MAX_WITHOUT_PROGRESS,
-    SUCCESSOR,
-    Life,
-    begin,
-    in_a_row,
-    knock,
-    lives,
-    succeed,
-    succeeded,
-)
+from hpctrain.launch.lives import FILE, MAX_WITHOUT_PROGRESS, Life, begin, in_a_row, knock, lives
 
 
 def test_lives_that_begin_at_the_same_step_are_counted(tmp_path):
@@ -67,44 +51,3 @@ def test_a_torn_line_is_left_out(tmp_path):
     with (tmp_path / FILE).open("a") as file:
         file.write('{"key": "b", "st')
     assert lives(tmp_path) == [Life("a", 1)] and lives(tmp_path / "nowhere") == []
-
-
-def train_until_outlived(folder, key, seconds):
-    """An earlier life: holds the folder until a later one of its job waits. Runs in a process of its own."""
-    stop.LOOK_S = 0.1
-    asked = stop.StopRequest(replaced=lambda: succeeded(folder, key))
-    end = time.monotonic() + seconds
-    with hold(folder):
-        (folder / "holds").touch()
-        while not asked.at_boundary() and time.monotonic() < end:
-            time.sleep(0.05)
-        return asked.outlived, asked.reason
-
-
-def follow(folder, key, wait_s):
-    """A later life. Returns whether the file by which it made itself known is gone."""
-    while not (folder / "holds").exists():
-        time.sleep(0.05)
-    with succeed(folder, key, wait_s, hold):
-        return not (folder / SUCCESSOR).exists()
-
-
-def either(folder, later, wait_s):
-    if dist.get_rank() == 0:
-        return train_until_outlived(folder, "slurm-7-0-0", 3.0)
-    try:
-        return follow(folder, later, wait_s)
-    except RunFolderInUse as error:
-        return str(error)
-
-
-def test_an_earlier_life_of_a_job_makes_way_for_a_later_one(ranks, tmp_path):
-    earlier, later = ranks(2, either, tmp_path, "slurm-7-0-1", 60.0)
-    assert earlier == (True, "a later life of this job, which Slurm has started elsewhere") and later is True
-
-
-@pytest.mark.parametrize(("key", "wait_s"), [("slurm-8-0-0", 0.0), ("slurm-8-0-1", 60.0)])
-def test_the_life_of_another_job_is_not_made_way_for(ranks, tmp_path, key, wait_s):
-    earlier, later = ranks(2, either, tmp_path, key, wait_s)
-    assert earlier[0] is False
-    assert later is True if wait_s else "is in use by process" in later

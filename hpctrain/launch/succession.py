@@ -1,9 +1,10 @@
 """Which life of a job has the run folder.
 
-Slurm starts a job anew when a node does not answer. Where only its slurmd died, the ranks there know nothing of it, and
-two lives would save into one folder. The lock alone does not help: it may reach no further than a node, or not be there
-at all (Lustre mounted with `localflock`, or without `flock`). So the later life says in a file of the folder that it is
-there. As long as it waits for the lock, the earlier one saves and leaves; once it has it, the earlier one saves no more.
+Slurm starts a job anew when a node does not answer. Where only its slurmd died, the ranks there know nothing of it,
+and two lives would save into one folder. The lock alone does not help: it may reach no further than a node, or not be
+there at all (Lustre mounted with `localflock`, or without `flock`). So the later life says in a file of the folder that
+it is there. As long as it waits for the lock, the earlier one saves and leaves; once it has it, the earlier one saves
+no more.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ from hpctrain.launch.identity import job_of
 FILE = "successor"
 
 WAIT_S = 180.0
-"""How long a job waits for the run folder at most. An earlier life of it looks at the end of each step, and then saves; a
-file server holds the locks of a node that died for a lease, NFS for 90 s."""
+"""How long a job waits for the run folder at most. An earlier life of it looks at the end of each step, and then saves;
+a file server keeps the locks of a node that died for a lease, of NFS 90 s."""
 
 
 @dataclass(frozen=True)

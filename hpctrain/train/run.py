@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from hpctrain.config.validate import validate
 from hpctrain.launch.bootstrap import process_group
 from hpctrain.launch.identity import ALONE, Identity, detect, slurm_job
 from hpctrain.launch.limit import TimeLimit
-from hpctrain.launch.lives import Life, begin, knock
+from hpctrain.launch.lives import Life, begin, excused, knock
 from hpctrain.launch.stop import StopRequest
 from hpctrain.launch.succession import WAIT_S, Tenancy
 from hpctrain.telemetry.console import ConsoleView
@@ -63,12 +63,14 @@ def rank_main(settings: dict[str, Any], console: bool) -> Summary:
     folder = config.run_folder
     restarts = int(os.environ.get("SLURM_RESTART_COUNT", "0"))
     tenancy = Tenancy(folder, identity.key, restarts)
+    stop = _stop_request(tenancy, identity)
     if identity.rank == 0:
         knock(folder, identity.key, restarts)
     with (
+        excused(folder, identity.key, stop) if stop.limit is not None else nullcontext(),
         process_group(identity, folder, cluster.device, cluster.timeout_s, cluster.threads, cluster.silence_s) as world,
         ExitStack() as held,
-        _stop_request(tenancy, identity).listening() as stop,
+        stop.listening(),
     ):
         from hpctrain.parallel.agree import everywhere
         from hpctrain.train.loop import train

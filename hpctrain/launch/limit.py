@@ -14,6 +14,9 @@ from hpctrain.launch.identity import slurm_job
 LEAD_VARIABLE = "HPCTRAIN_SIGNAL_LEAD_S"
 """Set by the batch script: seconds before the time limit at which Slurm was told to warn."""
 
+EARLY_S = 60.0
+"""So much before its time Slurm may send a warning (man sbatch, --signal)."""
+
 SPARE_S = 10.0
 """Kept beyond what steps and saves took: for the end of the process and Slurm's clock."""
 
@@ -37,6 +40,7 @@ class TimeLimit:
     ) -> None:
         self._ask, self._clock, self.lead_s = ask, clock, lead_s
         self._save_s, self._step_s, self._last = 0.0, 0.0, clock()
+        self._steps, self._told = 0, False
         self._end: float | None = None
         self._retry = math.inf
         self._look()
@@ -51,7 +55,8 @@ class TimeLimit:
 
     @property
     def need_s(self) -> float:
-        """What one more step, with an evaluation if there was one, and a save may take, from the longest so far."""
+        """What one more step, with an evaluation if there was one, and a save may take, from the longest so far but for the
+        first step."""
         return 2 * (self._step_s + self._save_s) + SPARE_S
 
     def saved(self, seconds: float) -> str:
@@ -60,19 +65,30 @@ class TimeLimit:
         Returns:
             A sentence, once, where Slurm's warning comes too late for another one like it.
         """
-        before, self._save_s = self.need_s, max(self._save_s, seconds)
-        if self._end is None or not self.lead_s or before > self.lead_s or self.need_s <= self.lead_s:
+        self._save_s = max(self._save_s, seconds)
+        if self._end is None or not self.lead_s or self._told or self.need_s <= self.lead_s:
             return ""
+        self._told = True
         return (
-            f"a save took {seconds:.0f} s, and Slurm warns {self.lead_s:.0f} s before the time limit, which is too "
-            f"late: the run will stop by itself {self.need_s:.0f} s before it; a longer signal_lead_s in the profile "
-            "has it warned in time"
+            f"a step takes up to {self._step_s:.0f} s and a save {self._save_s:.0f} s, and Slurm warns "
+            f"{self.lead_s:.0f} s before the time limit, which is too late: the run will stop by itself "
+            f"{self.need_s:.0f} s before it; a longer signal_lead_s in the profile has it warned in time"
         )
+
+    def warned_of(self) -> bool:
+        """Whether a warning that has come may be that of the time limit, and not a preemption's; also where Slurm has
+        not said when that is."""
+        if self._end is None:
+            return self._retry < math.inf
+        return self._end - self._clock() <= self.lead_s + EARLY_S
 
     def near(self) -> bool:
         """Whether to save and leave now. Called once a step."""
         now = self._clock()
-        self._step_s, self._last = max(self._step_s, now - self._last), now
+        self._steps += 1
+        # The first step compiles, and connects ranks: it stands for others only until one of them was seen.
+        others_s = self._step_s if self._steps != 2 else 0.0
+        self._step_s, self._last = max(others_s, now - self._last), now
         if now >= self._retry:
             self._look()
         if self._end is None or self._end - now > self.need_s:

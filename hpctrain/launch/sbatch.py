@@ -11,6 +11,7 @@ from pathlib import Path
 from hpctrain import __version__
 from hpctrain.config.schema import RunConfig
 from hpctrain.errors import ConfigError
+from hpctrain.launch.identity import MPI_VARIABLE
 from hpctrain.launch.limit import LEAD_VARIABLE
 from hpctrain.launch.profile import Container, Profile, Site
 
@@ -156,6 +157,8 @@ def _body(config: RunConfig, site: Site, folders: JobFolders, python: str) -> It
     yield ""
     yield "# Ranks"
     yield f"export {LEAD_VARIABLE}={site.profile.signal_lead_s}"
+    if site.profile.mpi not in (None, "none"):
+        yield f"export {MPI_VARIABLE}={site.profile.mpi}"
     if folders.code:
         yield f'export PYTHONPATH="{folders.code}${{PYTHONPATH:+:$PYTHONPATH}}"'
     yield "export SUBMITIT_EXECUTOR=slurm"

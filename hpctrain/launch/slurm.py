@@ -89,8 +89,7 @@ def submit(request: Request, warn: Callable[[str], None]) -> list[Job]:
     Raises:
         LaunchError: the run has a job already, or Slurm refuses, in its own words.
     """
-    for config in request.configs:
-        refuse_second(config.run_folder)
+    refuse_second(*(config.run_folder for config in request.configs))
     with ExitStack() as undo:
         for folder in (request.home, *(config.run_folder for config in request.configs)):
             _make(folder, undo)

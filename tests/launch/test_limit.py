@@ -52,8 +52,8 @@ def test_it_is_near_when_another_step_and_save_might_not_fit() -> None:
     assert time.saved(7.0) == ""
     assert time.need_s == 2 * (3 + 7) + 10
     job.now += 50  # a save: no step
-    assert not job.step(time, 2.0), "47 s are left"
-    job.now += 13
+    assert not job.step(time, 3.0), "44 s are left"
+    job.now += 12
     assert not job.step(time, 1.0) and job.asked == 1, "31 s are left, and 30 would not do"
     assert job.step(time, 1.0) and job.asked == 2
 
@@ -73,10 +73,45 @@ def test_an_extended_limit_is_believed() -> None:
 def test_a_warning_that_comes_too_late_is_said_once() -> None:
     time = Job(1000.0).limit(lead_s=60.0)
     assert time.saved(20.0) == ""
-    assert "a save took 40 s, and Slurm warns 60 s before" in time.saved(40.0)
-    assert "will stop by itself 90 s before it" not in time.saved(41.0)
+    said = time.saved(40.0)
+    assert "a step takes up to 0 s and a save 40 s, and Slurm warns 60 s before" in said
+    assert "will stop by itself 90 s before it" in said and time.saved(41.0) == ""
     assert Job(None).limit(lead_s=1.0).saved(40.0) == "", "without a limit there is nothing to be late for"
     assert Job(10.0).limit().saved(40.0) == "", "nor where the lead is not known"
+
+
+def test_it_is_said_also_where_steps_alone_take_longer_than_the_lead() -> None:
+    job = Job(10_000.0)
+    time = job.limit(lead_s=60.0)
+    job.step(time, 30.0)
+    assert time.need_s > time.lead_s
+    assert "a step takes up to 30 s and a save 1 s" in time.saved(1.0)
+    assert time.saved(1.0) == ""
+
+
+def test_the_first_step_of_a_life_stands_for_others_only_until_there_are_some() -> None:
+    job = Job(10_000.0)
+    time = job.limit()
+    job.step(time, 300.0)
+    assert time.need_s == 2 * 300 + 10
+    for seconds, longest in ((3.0, 3), (5.0, 5), (4.0, 5)):
+        job.step(time, seconds)
+        assert time.need_s == 2 * longest + 10
+
+
+@pytest.mark.parametrize(("end", "of_the_limit"), [(100.0, True), (221.0, False), (None, False)])
+def test_a_warning_long_before_the_limit_is_a_preemption(end: float | None, of_the_limit: bool) -> None:
+    job = Job(end)
+    time = job.limit(lead_s=60.0)
+    job.now = 0.0 if end == 100.0 else 100.0
+    assert time.warned_of() == of_the_limit
+
+
+def test_a_warning_is_the_limits_where_slurm_does_not_say() -> None:
+    def refuse() -> float | None:
+        raise LaunchError("no answer")
+
+    assert TimeLimit(refuse, 60.0).warned_of()
 
 
 def test_only_a_rank_of_slurm_has_one(monkeypatch: pytest.MonkeyPatch) -> None:

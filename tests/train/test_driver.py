@@ -13,10 +13,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from hpctrain.checkpoint.catalog import committed
+from hpctrain.checkpoint.manifest import FOLDER
 from hpctrain.config.schema import RunConfig
 from hpctrain.config.validate import validate
 from hpctrain.data.build import build
 from hpctrain.data.sources import list_sources
+from hpctrain.errors import LaunchError
 from hpctrain.launch.identity import Identity
 from hpctrain.launch.stop import StopRequest
 from hpctrain.launch.zygote import RankFailure
@@ -402,6 +405,24 @@ def test_a_signal_to_one_rank_saves_on_all_and_the_run_goes_on_bitwise(ranks, ma
     assert list(losses(config)) == [1, 2, 3]
     ranks(4, drive, config, 4)
     assert losses(config) == losses(undisturbed) and evaluations(config) == evaluations(undisturbed)
+
+
+def drive_without_the_folder(config, world):
+    session = open_session(config, torch.device("cpu"), world)
+    progress = Progress()
+
+    def refuse():
+        if progress.step > 3:
+            raise LaunchError("it belongs to another")
+
+    session.may_save = refuse if dist.get_rank() == 0 else session.may_save
+    with pytest.raises(LaunchError, match="it belongs to another"):
+        train(session, progress, Sinks([], print), StopRequest())
+    return progress.step, [path.name for path in committed(config.run_folder / FOLDER)]
+
+
+def test_a_run_that_has_lost_its_folder_saves_no_more(ranks, make):
+    assert ranks(2, drive_without_the_folder, make(), 2) == [(6, ["step-00000003"])] * 2
 
 
 def test_a_state_that_is_not_finite_is_never_saved(ranks, make):

@@ -14,6 +14,7 @@ export HF_HOME=/scratch/hf
 
 # Ranks
 export HPCTRAIN_SIGNAL_LEAD_S=120
+export HPCTRAIN_MPI=pmix
 export PYTHONPATH="/shared/runs/tiny/code/20260101-120000-abcdef${PYTHONPATH:+:$PYTHONPATH}"
 export SUBMITIT_EXECUTOR=slurm
 job=${SLURM_ARRAY_JOB_ID:+${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID}

@@ -84,7 +84,9 @@ def put(folder: Path, name: str, script: str) -> None:
     (folder / name).chmod(0o755)
 
 
-def execute(script: str, folder: Path, **env: str) -> tuple[list[str], dict[str, str], subprocess.CompletedProcess[str]]:
+def execute(
+    script: str, folder: Path, **env: str
+) -> tuple[list[str], dict[str, str], subprocess.CompletedProcess[str]]:
     """Run a script with an srun that notes what it was given: its arguments, its environment; and how it ended.
 
     STATUS is that of srun, LEAVES a command that the ranks run, and squeue says what ANSWER has.
@@ -206,7 +208,10 @@ def test_a_controller_that_is_away_is_waited_for(tmp_path: Path, command: str, t
     *_, done = execute(script, tmp_path, LEAVES=f"{LEAVES}; mv {tmp_path}/later {tmp_path}/{command}", **given)
     assert done.returncode == 0 and "trying again in 1 s" in done.stderr
     asked = [line.split()[0] for line in (tmp_path / "asked").read_text().splitlines()]
-    assert asked == {"squeue": ["sleep", "squeue", "scontrol"], "scontrol": ["squeue", "sleep", "squeue", "scontrol"]}[command]
+    assert (
+        asked
+        == {"squeue": ["sleep", "squeue", "scontrol"], "scontrol": ["squeue", "sleep", "squeue", "scontrol"]}[command]
+    )
     assert (tmp_path / "asked").read_text().endswith("scontrol requeue 7\n")
 
 
@@ -230,7 +235,9 @@ def test_signals_to_the_batch_script_do_not_keep_it_from_requeueing(tmp_path: Pa
 
 def test_a_submission_that_was_withdrawn_does_nothing(tmp_path: Path) -> None:
     done = subprocess.run(["bash", "-s"], input=ours(tmp_path), capture_output=True, text=True, cwd=tmp_path)
-    assert done.returncode == 1 and done.stderr.startswith(f"error: {tmp_path}/run/jobs/{STAMP} is gone: the submission was")
+    assert done.returncode == 1 and done.stderr.startswith(
+        f"error: {tmp_path}/run/jobs/{STAMP} is gone: the submission was"
+    )
     assert list(tmp_path.iterdir()) == []
 
 

@@ -51,6 +51,7 @@ def initial_weights(config, world):
 
 def test_initial_weights_do_not_depend_on_the_layout(ranks):
     """Trap D3."""
+
     def whole(tp, world):
         config = make_config(parallel=dict(tp=tp), train=dict(precision="float32"))
         out = {s.name: torch.full(s.shape, torch.nan) for s in parameter_specs(config.model)}

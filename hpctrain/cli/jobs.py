@@ -77,17 +77,23 @@ def logs(what: str, follow: bool, rank: int | None, folder: Path) -> None:
     from hpctrain.telemetry.sinks import METRICS_FILE
 
     own = next((run for run in (Path(what), folder / what) if (run / METRICS_FILE).exists()), None)
-    if own is not None and not follow and rank is None:
-        _print_records(own, lambda: True, _steps(own))  # also of a run that never was a job
-        _show_failures(own)
-        return
-    run, job = _one(*locate(what, folder))
+    if follow or rank is not None or own is None:
+        run, job = _one(*locate(what, folder))
     if rank is not None:
         _show_rank(job, rank, follow)
     elif follow:
         show_records(run, job, _steps(run))
     else:
+        _show_so_far(own or run)  # also of a run that never was a job
+
+
+def _show_so_far(run: Path) -> None:
+    from hpctrain.telemetry.sinks import METRICS_FILE
+
+    if not (run / METRICS_FILE).exists():
         raise LaunchError(f"{run} has no records yet: its job waits or starts; hpctrain jobs shows which.")
+    _print_records(run, lambda: True, _steps(run))
+    _show_failures(run)
 
 
 def _show_failures(run: Path) -> None:
@@ -217,8 +223,9 @@ def requeue(what: str, folder: Path) -> None:
     from hpctrain.launch.jobs import requeue as again
 
     run, job = _one(*locate(what, folder))
-    known = [states(job.ids)[job_id] for job_id in job.ids]
-    chosen = next((state for state in known if state.state in ("RUNNING", "SUSPENDED")), known[-1])
+    known = states(job.ids)
+    runs_now = (known[job_id] for job_id in job.ids if known[job_id].state in ("RUNNING", "SUSPENDED"))
+    chosen = next(runs_now, known[job.ids[-1]])
     if chosen.state in ("PENDING", "REQUEUED"):
         raise LaunchError(f"{chosen}: it waits in the queue already.")
     if chosen.state == "FORGOTTEN":

@@ -3,7 +3,8 @@
 Pure: an environment goes in, a value comes out. Launchers nest (torchrun inside an srun step inside an
 allocation), and a process inherits the variables of all of them; the innermost one decides:
 
-1. torchrun, or `RANK` set by hand: nothing of ours runs between it and the rank.
+1. torchrun, or `RANK` set by hand: nothing of ours runs between it and the rank. Where `RANK` says what the step of
+   srun says (the PyTorch hook of enroot sets it from that), the step decides, which knows more.
 2. mpirun. Its daemons are often started by srun, so a rank also sees the step of its daemon.
 3. submitit's local executor, which may run inside an allocation or a step.
 4. a step of srun. The batch script, a shell of salloc and a shell of `srun --pty` see a job too, but no rank
@@ -27,8 +28,13 @@ WireUp = Literal["", "pmix", "pmi"]
 _FIRST_SPECIAL_STEP = 0xFFFFFFF0
 """Slurm numbers its own steps (interactive, batch, extern) from the end of 32 bits."""
 
+MPI_VARIABLE = "HPCTRAIN_MPI"
+"""Set by the batch script where the profile names an MPI protocol. A site may have one for every step (`MpiDefault`),
+and then it is nobody's wish that the ranks start it."""
+
 _MARKS = re.compile(
-    r"RANK|WORLD_SIZE|LOCAL_RANK|LOCAL_WORLD_SIZE|MASTER_ADDR|MASTER_PORT|GROUP_RANK|GROUP_WORLD_SIZE|ROLE_\w+"
+    MPI_VARIABLE
+    + r"|RANK|WORLD_SIZE|LOCAL_RANK|LOCAL_WORLD_SIZE|MASTER_ADDR|MASTER_PORT|GROUP_RANK|GROUP_WORLD_SIZE|ROLE_\w+"
     r"|TORCHELASTIC_\w+|SUBMITIT_\w+|SLURM_(PROCID|LOCALID|GTIDS|STEP\w*)|OMPI_COMM_WORLD_\w+|PMI_\w+"
     r"|PMIX_(?!MCA_)\w+|MPI_LOCAL\w+"
 )
@@ -60,7 +66,7 @@ class Identity:
         source: what said so.
         key: names this life of the job: alike on all its ranks, another after a restart. Safe as a file name.
         master: the store to meet at, where the launcher names one.
-        mpi: the protocol an MPI library can start up with here, if any.
+        mpi: the protocol an MPI library is to start up with here, if any.
     """
 
     rank: int
@@ -151,10 +157,23 @@ def _key(*parts: str) -> str:
     return re.sub(r"[^A-Za-z0-9.+-]", "+", "-".join(parts))
 
 
+def _job_and_restart(env: Mapping[str, str]) -> tuple[str, ...]:
+    """A requeued batch script starts its launcher again, perhaps with the same names."""
+    return (env["SLURM_JOB_ID"], env.get("SLURM_RESTART_COUNT", "0")) if "SLURM_JOB_ID" in env else ()
+
+
+def job_of(key: str) -> str:
+    """The part of a key that all lives of a job have: its launcher and, in Slurm, its id."""
+    return "-".join(key.split("-")[:2])
+
+
 def _torchrun(env: Mapping[str, str]) -> Identity | None:
     if "RANK" not in env:
         return None
     rank, world = _number(env, "RANK", "RANK"), _number(env, "WORLD_SIZE", "RANK")
+    elastic = "TORCHELASTIC_RUN_ID" in env
+    if not elastic and _in_step(env) and (rank, world) == _of_step(env):
+        return None
     master = None
     if "MASTER_ADDR" in env or "MASTER_PORT" in env:
         port = _number(env, "MASTER_PORT", "MASTER_ADDR")
@@ -174,14 +193,14 @@ def _torchrun(env: Mapping[str, str]) -> Identity | None:
         local_rank, local_world = 0, 1
     else:
         raise LaunchError("RANK is set but LOCAL_RANK is not: set LOCAL_RANK and LOCAL_WORLD_SIZE too.")
-    elastic = "TORCHELASTIC_RUN_ID" in env
-    key = _key("torchrun", env["TORCHELASTIC_RUN_ID"], env.get("TORCHELASTIC_RESTART_COUNT", "0")) if elastic else "env"
-    return Identity(rank, world, local_rank, local_world, "torchrun" if elastic else "env", key, master)
+    source: Source = "torchrun" if elastic else "env"
+    run = (env["TORCHELASTIC_RUN_ID"], env.get("TORCHELASTIC_RESTART_COUNT", "0")) if elastic else ()
+    key = _key(source, *_job_and_restart(env), *run)
+    return Identity(rank, world, local_rank, local_world, source, key, master)
 
 
 def _mpirun(env: Mapping[str, str]) -> Identity | None:
-    # A requeued batch script starts mpirun again, perhaps with the same names.
-    job = (env["SLURM_JOB_ID"], env.get("SLURM_RESTART_COUNT", "0")) if "SLURM_JOB_ID" in env else ()
+    job = _job_and_restart(env)
     if "OMPI_COMM_WORLD_RANK" in env:
         name = env.get("PMIX_NAMESPACE") or env.get("OMPI_MCA_ess_base_jobid", "")
         return Identity(
@@ -230,6 +249,7 @@ def _srun(env: Mapping[str, str]) -> Identity | None:
         return None
     rank, world = _of_step(env)
     step = env.get("SLURM_STEP_ID") or env["SLURM_STEPID"]
+    wire_up: WireUp = "pmix" if "PMIX_RANK" in env else "pmi" if "PMI_RANK" in env else ""
     return Identity(
         rank,
         world,
@@ -237,7 +257,7 @@ def _srun(env: Mapping[str, str]) -> Identity | None:
         _tasks_here(env, world),
         "srun",
         _key("slurm", env["SLURM_JOB_ID"], step, env.get("SLURM_RESTART_COUNT", "0")),
-        mpi="pmix" if "PMIX_RANK" in env else "pmi" if "PMI_RANK" in env else "",
+        mpi=wire_up if env.get(MPI_VARIABLE) else "",
     )
 
 

@@ -109,13 +109,22 @@ def states(ids: Sequence[str]) -> dict[str, JobState]:
     Raises:
         SlurmError: Slurm does not answer.
     """
-    format_ = f"--format={SQUEUE_FORMAT}"
-    queue = from_squeue(call(["squeue", "--noheader", "--array", "--states=all", "--me", format_]))
+    queue = queued()
     found = {job: queue[job] for job in ids if job in queue}
     missing = [job for job in ids if job not in found]
     if missing:
         found |= accounts(missing)
     return found
+
+
+def queued() -> dict[str, JobState]:
+    """All jobs of this user that the queue knows; for some minutes also those that have ended.
+
+    Raises:
+        SlurmError: Slurm does not answer.
+    """
+    format_ = f"--format={SQUEUE_FORMAT}"
+    return from_squeue(call(["squeue", "--noheader", "--array", "--states=all", "--me", format_]))
 
 
 def accounts(ids: Sequence[str]) -> dict[str, JobState]:
@@ -218,18 +227,20 @@ def requeue(job: str) -> None:
     call(["scontrol", "requeue", job])
 
 
-def refuse_second(run: Path) -> None:
-    """Two jobs must not write into one run folder.
+def refuse_second(*runs: Path) -> None:
+    """Two jobs must not write into one run folder. What the queue does not list does not run.
 
     Raises:
-        LaunchError: the run has a job that waits or runs.
+        LaunchError: one of the runs has a job that waits or runs.
     """
-    job = Job.read(run)
-    if job is None or not client.has_slurm():
+    jobs = [(run, job) for run in runs if (job := Job.read(run)) is not None]
+    if not jobs or not client.has_slurm():
         return
-    for state in states(job.ids).values():
-        if not state.ended:
-            raise LaunchError(
-                f"{run} has {state} already: end it with hpctrain cancel {run}, choose another name=..., "
-                "or use --chain for jobs that follow each other."
-            )
+    queue = queued()
+    for run, job in jobs:
+        for state in (queue[job_id] for job_id in job.ids if job_id in queue):
+            if not state.ended:
+                raise LaunchError(
+                    f"{run} has {state} already: end it with hpctrain cancel {run}, choose another name=..., "
+                    "or use --chain for jobs that follow each other."
+                )

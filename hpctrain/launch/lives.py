@@ -1,30 +1,31 @@
 """The lives of a run: how often it was started, from which step, and when to give up.
 
 A job that fails at the same place every time would be requeued for ever, billing every try. The run folder
-keeps a line or two of each life; some in a row that each came no more than a step further are no progress.
+keeps a line or two of each life; some in a row that each came no more than a step further are no progress. A life
+that was preempted is none of these: that was not its fault, however often it comes.
 """
 
 from __future__ import annotations
 
 import json
-import time
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from hpctrain.checkpoint.lock import RunFolderInUse
 from hpctrain.errors import LaunchError
+from hpctrain.launch.identity import job_of
+from hpctrain.launch.stop import SIGNALS, StopRequest
 
 FILE = "lives.jsonl"
-SUCCESSOR = "successor"
-"""File with the key of a life that waits for an earlier one of the same job to go."""
-
-WAIT_S = 180.0
-"""How long it waits at most: the earlier life looks at the end of each step, and then saves."""
 
 MAX_WITHOUT_PROGRESS = 3
 """Lives in a row that may bring the run no further."""
+
+LOOK_S = 1.0
+"""Between looks for a signal; after one that ends ranks, Slurm waits for `KillWait`, 30 s, before it kills them."""
 
 
 @dataclass(frozen=True)
@@ -34,14 +35,16 @@ class Life:
     Attributes:
         key: of the launcher: names the job, its step and its restart.
         step: where it began; -1 of one that has not come so far.
+        asked: Slurm asked it to leave, before its time was up.
     """
 
     key: str
-    step: int
+    step: int = -1
+    asked: bool = False
 
 
 def lives(folder: Path) -> list[Life]:
-    """All lives of a run so far, in order; torn lines are left out. A life may have two lines, and the later holds."""
+    """All lives of a run so far, in order; torn lines are left out. A life may have several lines."""
     path = folder / FILE
     out: dict[str, Life] = {}
     for line in path.read_text().splitlines() if path.exists() else []:
@@ -49,8 +52,15 @@ def lives(folder: Path) -> list[Life]:
             life = Life(**json.loads(line))
         except (ValueError, TypeError):
             continue
-        out[life.key] = life
+        before = out.get(life.key, life)
+        out[life.key] = Life(life.key, max(before.step, life.step), before.asked or life.asked)
     return list(out.values())
+
+
+def _blamed(folder: Path, key: str) -> list[Life]:
+    """Lives of the job that `key` is a life of, this one last, without those that Slurm has ended before their time."""
+    mine = [life for life in lives(folder) if job_of(life.key) == job_of(key)]
+    return [life for life in mine if not life.asked or life.key == key]
 
 
 def knock(folder: Path, key: str, restarts: int) -> None:
@@ -60,8 +70,8 @@ def knock(folder: Path, key: str, restarts: int) -> None:
         LaunchError: a requeued job whose last lives all ended before they began to train.
     """
     with suppress(OSError):  # what is wrong with the folder is said by all ranks together, later
-        _write(folder, Life(key, -1))
-    before = [life for life in lives(folder) if _job(life.key) == _job(key)][:-1][-MAX_WITHOUT_PROGRESS:]
+        _write(folder, Life(key))
+    before = _blamed(folder, key)[:-1][-MAX_WITHOUT_PROGRESS:]
     if restarts and len(before) == MAX_WITHOUT_PROGRESS and all(life.step < 0 for life in before):
         raise LaunchError(
             f"{len(before)} lives in a row of {folder} ended before they began to train: not tried again; "
@@ -87,7 +97,7 @@ def begin(folder: Path, life: Life, restarts: int) -> None:
         LaunchError: a requeued job that has made no progress in its last lives.
     """
     _write(folder, life)
-    count = in_a_row([past for past in lives(folder) if _job(past.key) == _job(life.key)])
+    count = in_a_row(_blamed(folder, life.key))
     if restarts and count > MAX_WITHOUT_PROGRESS:
         raise LaunchError(
             f"{count} lives in a row of {folder} came no further than step {life.step}: not tried again; "
@@ -107,46 +117,27 @@ def in_a_row(all_lives: list[Life]) -> int:
 
 
 @contextmanager
-def succeed(
-    folder: Path, key: str, wait_s: float, hold: Callable[[Path], AbstractContextManager[None]]
-) -> Iterator[None]:
-    """Hold a run folder, against an earlier life of the job too that still trains.
+def excused(folder: Path, key: str, stop: StopRequest) -> Iterator[None]:
+    """While inside, note it when this life is preempted: it may not live to do so later, at the end of a step.
 
-    Slurm starts a job anew when a node does not answer; where only its slurmd died, the ranks there know nothing of it.
-
-    Args:
-        folder: of the run.
-        key: of this life.
-        wait_s: how long an earlier life may take to go; 0 where there was none.
-        hold: the lock.
-
-    Raises:
-        RunFolderInUse: it is another job's, or the earlier life does not go.
+    Signals that are held back while the ranks start are seen too.
     """
-    deadline = time.monotonic() + wait_s
-    file = folder / SUCCESSOR
-    with ExitStack() as held:
-        while True:
-            try:
-                held.enter_context(hold(folder))
-                break
-            except RunFolderInUse:
-                if time.monotonic() >= deadline:
-                    raise
-                file.write_text(key)
-                time.sleep(0.5)
-        file.unlink(missing_ok=True)
+    over = threading.Event()
+
+    def asked() -> bool:
+        return stop.received is not None or bool(signal.sigpending() & set(SIGNALS))
+
+    def watch() -> None:
+        while not (last := over.wait(LOOK_S)) and not asked():
+            pass
+        if (not last or asked()) and not (stop.limit is not None and stop.limit.warned_of()):
+            with suppress(OSError):
+                _write(folder, Life(key, asked=True))
+
+    watcher = threading.Thread(target=watch, daemon=True)
+    watcher.start()
+    try:
         yield
-
-
-def succeeded(folder: Path, key: str) -> bool:
-    """Whether a later life of the job of `key` waits for the run folder."""
-    with suppress(OSError):
-        other = (folder / SUCCESSOR).read_text()
-        return other != key and _job(other) == _job(key)
-    return False
-
-
-def _job(key: str) -> str:
-    """A key is `slurm-JOB-STEP-RESTART`."""
-    return "-".join(key.split("-")[:2])
+    finally:
+        over.set()
+        watcher.join()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import signal
+import subprocess
 import sys
 import traceback
 from collections.abc import Callable, Iterator
@@ -14,6 +15,14 @@ from typing import NoReturn
 from hpctrain.errors import HpctrainError, os_sentence
 
 _PR_SET_PDEATHSIG = 1
+
+_CLOCK = """
+import os, select, signal, sys
+if not select.select([0], [], [], float(sys.argv[1]))[0]:
+    print("error:", sys.argv[3], file=sys.stderr, flush=True)
+    os.kill(int(sys.argv[2]), signal.SIGKILL)
+"""
+"""Program of `at_most`: seconds, process, sentence. Its input ends with the block that it watches."""
 
 Report = Callable[[BaseException], None]
 
@@ -38,6 +47,18 @@ def die_with_parent(parent: int) -> None:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(1)
+
+
+@contextmanager
+def at_most(seconds: float, sentence: str) -> Iterator[None]:
+    """Kill this process, with a sentence on stderr, where the block takes longer.
+
+    For a library that may wait for ever with the interpreter's lock held, so that neither a thread nor a handler of a
+    signal gets its turn: another process looks at the clock. It ends with the block, and with this process.
+    """
+    command = [sys.executable, "-I", "-S", "-c", _CLOCK, str(max(seconds, 0.0)), str(os.getpid()), sentence]
+    with subprocess.Popen(command, stdin=subprocess.PIPE):
+        yield
 
 
 def exit_now(status: int) -> NoReturn:

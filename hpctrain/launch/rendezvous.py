@@ -1,7 +1,7 @@
 """How the ranks of a job find each other: one TCP store, and a roll call in it.
 
 Where the launcher names a store (torchrun), it is used. Elsewhere rank 0 binds a free port and tells the others
-where: by an MPI broadcast where an MPI library works, and always in a file of the shared run folder. The file's
+where: by an MPI broadcast where that is wanted and works, and always in a file of the shared run folder. The file's
 name holds job, step and restart, and a reader believes it only when a store of the same key answers there, so
 what an earlier life left behind is never used. Nobody falls back to its own host: that would make several
 worlds of one.
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import datetime
 import json
+import math
 import os
 import socket
 import time
@@ -21,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from hpctrain.errors import LaunchError
 from hpctrain.launch.identity import Identity
+from hpctrain.launch.process import at_most
 from hpctrain.launch.rollcall import Arrival, Verdict, judge
 
 if TYPE_CHECKING:
@@ -225,8 +227,9 @@ def _join(identity: Identity, text: str, timeout_s: float, tried: list[str]) -> 
 def _mpi_broadcast(identity: Identity, note: str, deadline: float) -> str | None:
     """Rank 0's note through MPI, or None where MPI is not to be had.
 
-    MPI is finalized straight away: left for the end, MPI_Finalize of a rank that failed would wait for the
-    others, and they for it.
+    Every call waits for all ranks, and on one of them the library may be missing: after the deadline this process ends.
+    MPI is finalized straight away: left for the end, MPI_Finalize of a rank that failed would wait for the others, and
+    they for it.
     """
     try:
         import mpi4py
@@ -237,18 +240,22 @@ def _mpi_broadcast(identity: Identity, note: str, deadline: float) -> str | None
         return None
     if MPI.Is_initialized() or not _speaks(MPI.Get_library_version(), identity.mpi):
         return None
-    MPI.Init()
-    world: Any = MPI.COMM_WORLD
-    try:
-        if (world.Get_rank(), world.Get_size()) != (identity.rank, identity.world):
-            return None  # the library did not understand its launcher: every rank is a world of one
-        buffer = bytearray(note.encode().ljust(_MPI_BYTES))
-        request = world.Ibcast(buffer, 0)
-        if not _until(request.Test, deadline):
-            raise LaunchError(f"rank {identity.rank} waited in vain for the MPI broadcast of rank 0.")
-        return buffer.decode().strip()
-    finally:
+    left_s = deadline - time.monotonic()
+    with at_most(
+        left_s,
+        f"rank {identity.rank} waited {left_s:.0f} s in MPI for ranks that did not come: it must work on every node; "
+        "without mpi in the profile, ranks meet through the run folder alone.",
+    ):
+        MPI.Init()
+        world: Any = MPI.COMM_WORLD
+        told = None
+        # A library that does not understand its launcher makes every rank a world of one.
+        if (world.Get_rank(), world.Get_size()) == (identity.rank, identity.world):
+            buffer = bytearray(note.encode().ljust(_MPI_BYTES))
+            _until(world.Ibcast(buffer, 0).Test, math.inf)
+            told = buffer.decode().strip()
         MPI.Finalize()
+    return told
 
 
 def _speaks(library: str, wire_up: str) -> bool:

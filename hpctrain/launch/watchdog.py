@@ -31,6 +31,9 @@ LOOK_S = 5.0
 RANKS_A_SECOND = 500
 """Beats a second that one store is asked to take, at most."""
 
+BEATS = 4
+"""So many have to be missing at least: of thousands of ranks beats are many seconds apart, and one may be late."""
+
 LOOKERS = (2, 16, 64)
 """Of the ranks that wait in one collective the first two look for those that are missing: all of them would ask the
 store for all others. When nothing has come of it for as long as it takes, those two may be missing, and more look."""
@@ -57,7 +60,7 @@ class Watchdog:
         meter: what this rank does.
         timeout_s: longest wait for ranks that live.
         leave: ends the process with an error; called from a thread.
-        silence_s: see `SILENCE_S`.
+        silence_s: see `SILENCE_S`; at least `BEATS` beats.
     """
 
     def __init__(
@@ -71,8 +74,8 @@ class Watchdog:
         silence_s: float,
     ) -> None:
         self.rank, self.world, self.meter, self.timeout_s, self.leave = rank, world, meter, timeout_s, leave
-        self.silence_s = silence_s
         self.every_s = max(0.5, world / RANKS_A_SECOND)
+        self.silence_s = max(silence_s, BEATS * self.every_s)
         self._store: Store = store.clone()  # type: ignore[attr-defined]
         self._ended = threading.Event()
         self._wanted: tuple[int, ...] = ()
@@ -108,7 +111,7 @@ class Watchdog:
             if answers != self._answers:
                 answers = self._answers
                 seen.note(self._wanted, self._heard, self.every_s)
-            if said := silent(self._heard, seen.quiet_s, 4 * self.every_s):
+            if said := silent(self._heard, seen.quiet_s, BEATS * self.every_s):
                 return said
         return ""
 

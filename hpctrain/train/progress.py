@@ -12,6 +12,7 @@ from hpctrain.checkpoint.manifest import FOLDER
 from hpctrain.config.schema import RunConfig
 from hpctrain.errors import CheckpointError, ConfigError, DataError
 from hpctrain.layout.parameters import parameter_specs
+from hpctrain.parallel.agree import everywhere
 from hpctrain.parallel.comm import Axis, broadcast_object
 from hpctrain.train.session import Session
 
@@ -29,16 +30,23 @@ class Progress:
         samples: global count of samples consumed.
         tokens: positions consumed over all ranks.
         skipped: steps skipped so far because something was not finite.
+        evaluated: step of the last evaluation that came to its end.
     """
 
     step: int = 0
     samples: int = 0
     tokens: int = 0
     skipped: int = 0
+    evaluated: int = 0
 
 
 def save_checkpoint(session: Session, progress: Progress) -> SaveReport:
-    """Save engine and progress into the run folder. Collective."""
+    """Save engine and progress into the run folder. Collective.
+
+    Raises:
+        LaunchError: the folder is no longer this run's.
+    """
+    everywhere(session.may_save, session.mesh.world)
     config, header = session.config, session.corpus.header
     extra = {
         "progress": asdict(progress),

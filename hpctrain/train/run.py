@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,10 +14,11 @@ from hpctrain.config.load import dump
 from hpctrain.config.schema import RunConfig
 from hpctrain.config.validate import validate
 from hpctrain.launch.bootstrap import process_group
-from hpctrain.launch.identity import ALONE, Identity, detect
+from hpctrain.launch.identity import ALONE, Identity, detect, slurm_job
 from hpctrain.launch.limit import TimeLimit
-from hpctrain.launch.lives import WAIT_S, Life, begin, knock, succeed, succeeded
+from hpctrain.launch.lives import Life, begin, excused, knock
 from hpctrain.launch.stop import StopRequest
+from hpctrain.launch.succession import WAIT_S, Tenancy
 from hpctrain.telemetry.console import ConsoleView
 from hpctrain.telemetry.environment import write_environment
 from hpctrain.telemetry.metrics import event
@@ -61,12 +62,15 @@ def rank_main(settings: dict[str, Any], console: bool) -> Summary:
     cluster = config.cluster
     folder = config.run_folder
     restarts = int(os.environ.get("SLURM_RESTART_COUNT", "0"))
+    tenancy = Tenancy(folder, identity.key, restarts)
+    stop = _stop_request(tenancy, identity)
     if identity.rank == 0:
         knock(folder, identity.key, restarts)
     with (
+        excused(folder, identity.key, stop) if stop.limit is not None else nullcontext(),
         process_group(identity, folder, cluster.device, cluster.timeout_s, cluster.threads, cluster.silence_s) as world,
         ExitStack() as held,
-        _stop_request(folder, identity).listening() as stop,
+        stop.listening(),
     ):
         from hpctrain.parallel.agree import everywhere
         from hpctrain.train.loop import train
@@ -78,9 +82,10 @@ def rank_main(settings: dict[str, Any], console: bool) -> Summary:
         )
         first = identity.rank == 0
         # Meanwhile the other ranks wait for the first one, and no longer than for anything else.
-        wait_s = min(WAIT_S, cluster.timeout_s / 2) if restarts else 0.0
-        lock = succeed(folder, identity.key, wait_s, hold)
+        wait_s = min(WAIT_S, cluster.timeout_s / 2) if slurm_job(os.environ) else 0.0
+        lock = tenancy.held(wait_s, hold)
         everywhere(lambda: held.enter_context(lock) if first else None, session.mesh.world)
+        session.may_save = tenancy.check if first else session.may_save
         progress, found = resume(session)
         before = progress.step
         sinks = everywhere(lambda: _sinks(config, before, console) if first else Sinks([], _warn), session.mesh.world)
@@ -97,16 +102,16 @@ def rank_main(settings: dict[str, Any], console: bool) -> Summary:
             sinks.close()
             session.engine.close()
         entropy = session.corpus.header.entropy
-        if first:
+        if first and not ending.stopped:  # else there may be no time for it
             _picture(folder, entropy)
     return Summary(folder, progress.step, progress.step - before, ending.loss, entropy, ending.stopped, stop.outlived)
 
 
-def _stop_request(folder: Path, identity: Identity) -> StopRequest:
+def _stop_request(tenancy: Tenancy, identity: Identity) -> StopRequest:
     """The first rank looks after the time limit, and whether Slurm has started the job anew elsewhere."""
     if identity.rank:
         return StopRequest()
-    return StopRequest(TimeLimit.of_job(os.environ), lambda: succeeded(folder, identity.key))
+    return StopRequest(TimeLimit.of_job(os.environ), lambda: tenancy.successor() is not None)
 
 
 def on_these_ranks(config: RunConfig, identity: Identity) -> RunConfig:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -40,6 +41,7 @@ class Session:
         corpus: what both read.
         throughput: turns step times into rates.
         refused: checkpoints that were stepped over when the run began.
+        may_save: raises where the run folder is no longer this run's; asked before every save.
     """
 
     config: RunConfig
@@ -51,6 +53,7 @@ class Session:
     corpus: Corpus
     throughput: Throughput
     refused: tuple[Verdict, ...] = ()
+    may_save: Callable[[], None] = lambda: None
 
 
 def open_session(

@@ -66,6 +66,15 @@ def test_logs_of_any_run_but_to_follow_needs_a_job(fake: Programs) -> None:
     assert done.exit_code == 1 and "no run and no job 'local' is known in runs" in done.stderr
 
 
+def test_logs_by_the_id_of_a_job(fake: Programs) -> None:
+    fake("sbatch", "true")
+    fake("squeue", "echo '3|COMPLETED|None|n0'; echo '4|FAILED|NonZeroExitCode|n0'")
+    records(job(Path("runs/r"), "3", "4"), 1, 2)
+    done = hpctrain("logs", "4")
+    assert (done.exit_code, [line.split()[1] for line in done.stdout.splitlines()]) == (0, ["1", "2"])
+    assert done.stderr.startswith("job 4 FAILED")
+
+
 def test_logs_before_there_are_any(fake: Programs) -> None:
     fake("squeue", "echo '1|PENDING|Priority|'")
     job(Path("runs/new"), "1")
@@ -121,11 +130,12 @@ def test_cancel_ends_what_has_not_ended(fake: Programs, tmp_path: Path) -> None:
     ],
 )
 def test_requeue_takes_the_job_that_runs_or_ran_last(fake: Programs, queue: str, code: int, said: str) -> None:
-    fake("squeue", "\n".join(f"echo '{row}'" for row in queue.split()))
+    fake("squeue", "echo >>asked\n" + "\n".join(f"echo '{row}'" for row in queue.split()))
     fake("scontrol", '[ "$1" = requeue ]')
     job(Path("runs/r"), "1", "2", "3")
     done = hpctrain("requeue", "r")
     assert done.exit_code == code and said in done.output
+    assert Path("asked").read_text() == "\n", "once, however long the chain"
 
 
 def test_a_slurm_that_fails_is_one_sentence(fake: Programs) -> None:

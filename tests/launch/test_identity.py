@@ -1,9 +1,11 @@
 """Which rank a process is, for every launcher and every nesting of them."""
 
+from dataclasses import replace
+
 import pytest
 
 from hpctrain.errors import LaunchError
-from hpctrain.launch.identity import Identity, Master, detect, slurm_job, threads_per_rank, without_identity
+from hpctrain.launch.identity import Identity, Master, detect, job_of, slurm_job, threads_per_rank, without_identity
 
 ALLOCATION = {"SLURM_JOB_ID": "77", "SLURM_JOB_NUM_NODES": "2", "SLURM_NNODES": "2", "SLURM_NTASKS": "4"}
 BATCH = {**ALLOCATION, "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NODEID": "0", "SLURM_TASKS_PER_NODE": "2(x2)"}
@@ -45,6 +47,9 @@ SUBMITIT = {
     "SUBMITIT_LOCAL_JOB_ID": "4242",
 }
 
+ENROOT = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "MASTER_ADDR": "node0", "MASTER_PORT": "15077"}
+"""What enroot's PyTorch hook makes of `STEP`; it leaves LOCAL_WORLD_SIZE out."""
+
 OF_TORCHRUN = Identity(5, 8, 1, 4, "torchrun", "torchrun-a+b-2", Master("node1", 29500, True))
 OF_STEP = Identity(3, 4, 1, 2, "srun", "slurm-77-3-0")
 OF_SUBMITIT = Identity(1, 2, 1, 2, "submitit", "local-4242")
@@ -60,12 +65,25 @@ OF_OPENMPI = Identity(2, 4, 0, 2, "mpirun", "mpirun-prterun-a-12+1", mpi="pmix")
         ({"RANK": "0", "WORLD_SIZE": "1"}, Identity(0, 1, 0, 1, "env", "env")),
         (STEP, OF_STEP),
         ({**STEP, "SLURM_RESTART_COUNT": "2"}, Identity(3, 4, 1, 2, "srun", "slurm-77-3-2")),
-        ({**STEP, "PMIX_RANK": "3"}, Identity(3, 4, 1, 2, "srun", "slurm-77-3-0", mpi="pmix")),
+        ({**STEP, "PMIX_RANK": "3", "HPCTRAIN_MPI": "pmix"}, Identity(3, 4, 1, 2, "srun", "slurm-77-3-0", mpi="pmix")),
+        ({**STEP, "PMIX_RANK": "3"}, OF_STEP),
         (OPENMPI, OF_OPENMPI),
         (HYDRA, Identity(3, 4, 1, 2, "mpirun", "mpirun", mpi="pmi")),
         (SUBMITIT, OF_SUBMITIT),
     ],
-    ids=["nobody", "torchrun", "by-hand", "one-by-hand", "srun", "requeued", "pmix", "openmpi", "hydra", "submitit"],
+    ids=[
+        "nobody",
+        "torchrun",
+        "by-hand",
+        "one-by-hand",
+        "srun",
+        "requeued",
+        "pmix",
+        "pmix-unasked",
+        "openmpi",
+        "hydra",
+        "submitit",
+    ],
 )
 def test_each_launcher(env, expected):
     assert detect(env) == expected
@@ -90,14 +108,20 @@ def test_a_job_without_a_task_is_not_a_rank(env):
 @pytest.mark.parametrize(
     "env, expected",
     [
-        ({**STEP, **TORCHRUN}, OF_TORCHRUN),
+        ({**STEP, **TORCHRUN}, replace(OF_TORCHRUN, key="torchrun-77-0-a+b-2")),
         ({**STEP, **SUBMITIT}, OF_SUBMITIT),
         ({**ALLOCATION, **SUBMITIT}, OF_SUBMITIT),
         ({**BATCH, **SUBMITIT}, OF_SUBMITIT),
         ({**OPENMPI, **TORCHRUN}, OF_TORCHRUN),
         ({**DAEMON, **OPENMPI}, Identity(2, 4, 0, 2, "mpirun", "mpirun-77-0-prterun-a-12+1", mpi="pmix")),
         ({**DAEMON, **HYDRA}, Identity(3, 4, 1, 2, "mpirun", "mpirun-77-0", mpi="pmi")),
-        ({**STEP, "PMI_RANK": "3", "PMI_SIZE": "4"}, Identity(3, 4, 1, 2, "srun", "slurm-77-3-0", mpi="pmi")),
+        (
+            {**STEP, "PMI_RANK": "3", "PMI_SIZE": "4", "HPCTRAIN_MPI": "pmi2"},
+            Identity(3, 4, 1, 2, "srun", "slurm-77-3-0", mpi="pmi"),
+        ),
+        ({**STEP, **ENROOT, "SLURM_RESTART_COUNT": "2"}, Identity(3, 4, 1, 2, "srun", "slurm-77-3-2")),
+        ({**STEP, **ENROOT, "LOCAL_WORLD_SIZE": "2"}, OF_STEP),
+        ({**DAEMON, **BY_HAND}, Identity(5, 8, 1, 4, "env", "env-77-0", Master("node1", 29500, False))),
         ({**STEP, "WORLD_SIZE": "4"}, OF_STEP),
     ],
     ids=[
@@ -109,6 +133,9 @@ def test_a_job_without_a_task_is_not_a_rank(env):
         "openmpi-by-srun",
         "hydra-by-srun",
         "srun-pmi2",
+        "enroot-in-srun",
+        "enroot-with-local-world",
+        "by-hand-in-srun",
         "world-size-exported",
     ],
 )
@@ -124,6 +151,15 @@ def test_uneven_nodes():
 def test_restart_is_another_life():
     lives = [STEP, {**STEP, "SLURM_RESTART_COUNT": "1"}, {**STEP, "SLURM_STEP_ID": "4"}, {**STEP, "SLURM_JOB_ID": "8"}]
     assert len({detect(env).key for env in lives}) == 4
+
+
+@pytest.mark.parametrize(
+    "marks", [{}, TORCHRUN, BY_HAND, OPENMPI, HYDRA], ids=["srun", "torchrun", "by-hand", "openmpi", "hydra"]
+)
+def test_lives_of_a_job_of_slurm_are_known_under_every_launcher(marks):
+    first, second = (detect({**DAEMON, **marks, "SLURM_RESTART_COUNT": count}).key for count in "12")
+    other = detect({**DAEMON, **marks, "SLURM_JOB_ID": "78"}).key
+    assert first != second and job_of(first) == job_of(second) != job_of(other)
 
 
 @pytest.mark.parametrize(

@@ -106,6 +106,24 @@ def test_a_second_job_of_a_run_is_refused(fake: Programs, tmp_path: Path) -> Non
     refuse_second(tmp_path / "new")
 
 
+def test_a_job_that_left_the_queue_is_no_hindrance_when_accounting_is_down(fake: Programs, tmp_path: Path) -> None:
+    run = put(tmp_path / "a", a_job("1"))
+    fake("squeue", "echo '9|RUNNING|None|n0'")
+    fake("sacct", "echo 'sacct: error: slurmdbd: Connection refused' >&2; exit 1")
+    assert states(["1"])["1"].state == "UNKNOWN"
+    refuse_second(run)
+
+
+def test_slurm_is_asked_once_about_all_runs_of_a_sweep(fake: Programs, tmp_path: Path) -> None:
+    runs = [put(tmp_path / str(index), a_job(f"7_{index}")) for index in range(20)]
+    fake("squeue", f"echo squeue >>{tmp_path}/asked; echo '7_19|PENDING|Priority|'")
+    fake("sacct", f"echo sacct >>{tmp_path}/asked")
+    with pytest.raises(LaunchError, match=r"/19 has job 7_19 PENDING"):
+        refuse_second(*runs)
+    refuse_second(*runs[:19])
+    assert (tmp_path / "asked").read_text() == "squeue\n" * 2
+
+
 @pytest.mark.parametrize("record", ["7", "7_[0-1]"])
 def test_accounting_may_have_one_record_for_an_array_that_never_began(fake: Programs, record: str) -> None:
     """As 22.05 has it, one way or the other; asked for an element, it says nothing."""

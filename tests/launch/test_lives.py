@@ -2,26 +2,16 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import time
 
 import pytest
-import torch.distributed as dist
 
-from hpctrain.checkpoint.lock import RunFolderInUse, hold
 from hpctrain.errors import LaunchError
-from hpctrain.launch import stop
-from hpctrain.launch.lives import (
-    FILE,
-    MAX_WITHOUT_PROGRESS,
-    SUCCESSOR,
-    Life,
-    begin,
-    in_a_row,
-    knock,
-    lives,
-    succeed,
-    succeeded,
-)
+from hpctrain.launch.limit import TimeLimit
+from hpctrain.launch.lives import FILE, MAX_WITHOUT_PROGRESS, Life, begin, excused, in_a_row, knock, lives
+from hpctrain.launch.stop import StopRequest, hold_back
 
 
 def test_lives_that_begin_at_the_same_step_are_counted(tmp_path):
@@ -62,49 +52,61 @@ def test_lives_that_end_before_they_train_are_counted_too(tmp_path):
     knock(tmp_path, "slurm-1-0-5", 5)
 
 
+@pytest.mark.parametrize("began", [False, True])
+def test_preemptions_do_not_count_however_many_there_are(tmp_path, began):
+    for restart in range(3 * MAX_WITHOUT_PROGRESS):
+        key = f"slurm-1-0-{restart}"
+        knock(tmp_path, key, restart)
+        if began:
+            begin(tmp_path, Life(key, 7), restart)
+        else:
+            with excused(tmp_path, key, asked(signal.SIGTERM)):
+                pass
+        with excused(tmp_path, key, asked(signal.SIGUSR2)):
+            pass
+    for restart in range(20, 20 + MAX_WITHOUT_PROGRESS):
+        knock(tmp_path, f"slurm-1-0-{restart}", restart)
+    with pytest.raises(LaunchError, match=r"3 lives in a row"):
+        knock(tmp_path, "slurm-1-0-30", 30)
+
+
+def asked(number, left_s=10_000.0):
+    """A request that a signal made, in a job that may go on for so long and is warned 60 s before that."""
+    stop = StopRequest(TimeLimit(lambda: left_s, 60.0))
+    stop.received = number
+    return stop
+
+
+def test_the_warning_of_the_time_limit_is_no_excuse(tmp_path):
+    """A life that is warned as soon as it begins will be so every time."""
+    with excused(tmp_path, "slurm-1-0-0", asked(signal.SIGUSR2, left_s=100.0)):
+        pass
+    assert lives(tmp_path) == []
+
+
+def held_back(folder, number):
+    hold_back([number])
+    with excused(folder, "slurm-1-0-0", StopRequest()):
+        os.kill(os.getpid(), number)
+        deadline = time.monotonic() + 20
+        while not lives(folder) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        return lives(folder)
+
+
+@pytest.mark.parametrize("number", [signal.SIGUSR2, signal.SIGTERM])
+def test_a_signal_that_is_held_back_is_noted_before_the_rank_is_killed(ranks, tmp_path, number):
+    assert ranks(0, held_back, tmp_path, number) == [[Life("slurm-1-0-0", -1, True)]]
+
+
+def test_a_life_that_nobody_asked_is_not_excused(tmp_path):
+    with excused(tmp_path, "slurm-1-0-0", StopRequest()):
+        pass
+    assert lives(tmp_path) == []
+
+
 def test_a_torn_line_is_left_out(tmp_path):
     begin(tmp_path, Life("a", 1), 0)
     with (tmp_path / FILE).open("a") as file:
         file.write('{"key": "b", "st')
     assert lives(tmp_path) == [Life("a", 1)] and lives(tmp_path / "nowhere") == []
-
-
-def train_until_outlived(folder, key, seconds):
-    """An earlier life: holds the folder until a later one of its job waits. Runs in a process of its own."""
-    stop.LOOK_S = 0.1
-    asked = stop.StopRequest(replaced=lambda: succeeded(folder, key))
-    end = time.monotonic() + seconds
-    with hold(folder):
-        (folder / "holds").touch()
-        while not asked.at_boundary() and time.monotonic() < end:
-            time.sleep(0.05)
-        return asked.outlived, asked.reason
-
-
-def follow(folder, key, wait_s):
-    """A later life. Returns whether the file by which it made itself known is gone."""
-    while not (folder / "holds").exists():
-        time.sleep(0.05)
-    with succeed(folder, key, wait_s, hold):
-        return not (folder / SUCCESSOR).exists()
-
-
-def either(folder, later, wait_s):
-    if dist.get_rank() == 0:
-        return train_until_outlived(folder, "slurm-7-0-0", 3.0)
-    try:
-        return follow(folder, later, wait_s)
-    except RunFolderInUse as error:
-        return str(error)
-
-
-def test_an_earlier_life_of_a_job_makes_way_for_a_later_one(ranks, tmp_path):
-    earlier, later = ranks(2, either, tmp_path, "slurm-7-0-1", 60.0)
-    assert earlier == (True, "a later life of this job, which Slurm has started elsewhere") and later is True
-
-
-@pytest.mark.parametrize(("key", "wait_s"), [("slurm-8-0-0", 0.0), ("slurm-8-0-1", 60.0)])
-def test_the_life_of_another_job_is_not_made_way_for(ranks, tmp_path, key, wait_s):
-    earlier, later = ranks(2, either, tmp_path, key, wait_s)
-    assert earlier[0] is False
-    assert later is True if wait_s else "is in use by process" in later

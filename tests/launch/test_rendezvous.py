@@ -2,7 +2,10 @@
 
 import json
 import os
+import signal
 import socket
+import subprocess
+import sys
 import time
 
 import pytest
@@ -185,3 +188,67 @@ def test_only_a_library_that_fits_its_launcher_is_started():
     assert not _speaks("Open MPI v5.0.11, package", "pmi")
     assert _speaks("MPICH Version: 5.0.2", "pmi")
     assert not _speaks("MPICH Version: 5.0.2", "pmix")
+
+
+LIBRARY = """
+import ctypes, os
+from types import SimpleNamespace
+
+def waits(name):
+    if os.environ["WAITS_IN"] == name:
+        ctypes.PyDLL(None).sleep(60)  # as a collective that a rank does not come to, with the interpreter's lock held
+
+class rc: pass
+
+MPI = SimpleNamespace(
+    COMM_WORLD=SimpleNamespace(
+        Get_rank=lambda: 1,
+        Get_size=lambda: int(os.environ.get("SIZE", "2")),
+        Ibcast=lambda buffer, root: SimpleNamespace(Test=lambda: os.environ["WAITS_IN"] != "Ibcast"),
+    ),
+    Is_initialized=lambda: False,
+    Get_library_version=lambda: "Open MPI v5, so to speak",
+    Init=lambda: waits("Init"),
+    Finalize=lambda: waits("Finalize"),
+)
+waits("import")
+"""
+
+LISTENER = """
+import sys, time
+from pathlib import Path
+from hpctrain.launch.identity import Identity
+from hpctrain.launch.rendezvous import _own_store
+me = Identity(1, 2, 1, 2, "srun", "slurm-7-0-0", mpi="pmix")
+_own_store(me, Path(sys.argv[1]), time.monotonic() + 2, 2.0)
+"""
+
+
+def listen(folder, **env):
+    """Rank 1 of 2 with an MPI library that only pretends; how it ended, what it said, and how long that took."""
+    (folder / "mpi4py").mkdir()
+    (folder / "mpi4py" / "__init__.py").write_text(LIBRARY)
+    path = os.pathsep.join([str(folder), *(p for p in sys.path if p)])
+    command, start = [sys.executable, "-c", LISTENER, str(folder / "run")], time.monotonic()
+    done = subprocess.run(command, env={**os.environ, "PYTHONPATH": path, **env}, capture_output=True, text=True)
+    return done.returncode, done.stderr, time.monotonic() - start
+
+
+@pytest.mark.parametrize("call", ["Init", "Ibcast", "Finalize"])
+def test_mpi_is_not_waited_for_longer_than_for_other_ranks(tmp_path, call):
+    code, said, seconds = listen(tmp_path, WAITS_IN=call)
+    assert code == -signal.SIGKILL and seconds < 30
+    assert said == (
+        "error: rank 1 waited 2 s in MPI for ranks that did not come: it must work on every node; "
+        "without mpi in the profile, ranks meet through the run folder alone.\n"
+    )
+
+
+def test_a_rank_that_mpi_takes_for_a_world_of_its_own_waits_for_rank_0(tmp_path):
+    code, said, _ = listen(tmp_path, WAITS_IN="", SIZE="1")
+    assert code == 1 and "LaunchError: rank 1 found no" in said and "slurm-7-0-0.json within 2 s" in said
+
+
+def test_a_rank_that_mpi_told_of_nobody_waits_for_rank_0(tmp_path):
+    code, said, _ = listen(tmp_path, WAITS_IN="")
+    assert code == 1 and "LaunchError: rank 1 found no" in said

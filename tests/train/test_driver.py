@@ -13,10 +13,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from hpctrain.checkpoint.catalog import committed
+from hpctrain.checkpoint.manifest import FOLDER
 from hpctrain.config.schema import RunConfig
 from hpctrain.config.validate import validate
 from hpctrain.data.build import build
 from hpctrain.data.sources import list_sources
+from hpctrain.errors import LaunchError
 from hpctrain.launch.identity import Identity
 from hpctrain.launch.stop import StopRequest
 from hpctrain.launch.zygote import RankFailure
@@ -402,6 +405,85 @@ def test_a_signal_to_one_rank_saves_on_all_and_the_run_goes_on_bitwise(ranks, ma
     assert list(losses(config)) == [1, 2, 3]
     ranks(4, drive, config, 4)
     assert losses(config) == losses(undisturbed) and evaluations(config) == evaluations(undisturbed)
+
+
+def drive_without_the_folder(config, world):
+    session = open_session(config, torch.device("cpu"), world)
+    progress = Progress()
+
+    def refuse():
+        if progress.step > 3:
+            raise LaunchError("it belongs to another")
+
+    session.may_save = refuse if dist.get_rank() == 0 else session.may_save
+    with pytest.raises(LaunchError, match="it belongs to another"):
+        train(session, progress, Sinks([], print), StopRequest())
+    return progress.step, [path.name for path in committed(config.run_folder / FOLDER)]
+
+
+def test_a_run_that_has_lost_its_folder_saves_no_more(ranks, make):
+    assert ranks(2, drive_without_the_folder, make(), 2) == [(6, ["step-00000003"])] * 2
+
+
+def drive_through_evaluation(config, world, rank, step, action):
+    """One life in which something happens to one rank in the first batch of the evaluation after a step."""
+    session = open_session(config, torch.device("cpu"), world)
+    progress, _ = resume(session)
+    sinks = open_sinks(config.run_folder, progress.step, print) if dist.get_rank() == 0 else Sinks([], print)
+    inner = session.pipeline.evaluate
+
+    def evaluate(micro_batches):
+        if dist.get_rank() == rank and progress.step == step:
+            action()
+        return inner(micro_batches)
+
+    session.pipeline.evaluate = evaluate
+    with StopRequest().listening() as stop:
+        ending = train(session, progress, sinks, stop)
+    sinks.close()
+    return ending.stopped, ending.loss
+
+
+def be_warned():
+    os.kill(os.getpid(), signal.SIGUSR2)
+
+
+def break_down():
+    raise ZeroDivisionError
+
+
+@pytest.mark.parametrize("step", [2, STEPS])
+def test_a_signal_in_an_evaluation_ends_it_and_the_next_life_makes_up_for_it(ranks, make, tmp_path, step):
+    config = make(train=dict(eval_every=2, eval_batches=3), checkpoint=dict(every=0))
+    config.run_folder.mkdir(parents=True)
+    undisturbed = config.model_copy(update={"folder": tmp_path / "undisturbed"})
+    ranks(2, drive, undisturbed, 2)
+    assert ranks(2, drive_through_evaluation, config, 2, 1, step, be_warned) == [(True, None)] * 2
+    assert len(evaluations(config)) == step // 2 - 1
+    kept = [path.name for path in (config.run_folder / "checkpoints").iterdir() if path.is_dir()]
+    assert kept == [f"step-{step:08}"]
+    ranks(2, drive, config, 2)
+    assert losses(config) == losses(undisturbed) and evaluations(config) == evaluations(undisturbed)
+
+
+@pytest.mark.parametrize("at_end", [True, False])
+def test_a_signal_in_the_last_evaluation_loses_no_step(ranks, make, tmp_path, at_end):
+    config = make(train=dict(eval_batches=3), checkpoint=dict(every=0, at_end=at_end))
+    config.run_folder.mkdir(parents=True)
+    undisturbed = config.model_copy(update={"folder": tmp_path / "undisturbed"})
+    ranks(2, drive, undisturbed, 2)
+    assert ranks(2, drive_through_evaluation, config, 2, 1, STEPS, be_warned) == [(True, None)] * 2
+    assert evaluations(config) == []
+    assert ranks(2, drive, config, 2) == evaluations(undisturbed) * 2 == evaluations(config) * 2
+    assert losses(config) == losses(undisturbed)
+
+
+def test_what_goes_wrong_in_the_last_evaluation_loses_no_step(ranks, make):
+    config = make(train=dict(eval_batches=3), checkpoint=dict(every=0))
+    config.run_folder.mkdir(parents=True)
+    with pytest.raises(RankFailure, match="ZeroDivisionError"):
+        ranks(1, drive_through_evaluation, config, 1, 0, STEPS, break_down)
+    assert (config.run_folder / "checkpoints" / f"step-{STEPS:08}").is_dir()
 
 
 def test_a_state_that_is_not_finite_is_never_saved(ranks, make):

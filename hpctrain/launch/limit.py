@@ -55,8 +55,8 @@ class TimeLimit:
 
     @property
     def need_s(self) -> float:
-        """What one more step, with an evaluation if there was one, and a save may take, from the longest so far but for the
-        first step."""
+        """What one more step, with an evaluation if there was one, and a save may take: from the longest so far, less
+        the first step."""
         return 2 * (self._step_s + self._save_s) + SPARE_S
 
     def saved(self, seconds: float) -> str:

@@ -15,12 +15,12 @@ LEAD_VARIABLE = "HPCTRAIN_SIGNAL_LEAD_S"
 """Set by the batch script: seconds before the time limit at which Slurm was told to warn."""
 
 END_VARIABLE = "HPCTRAIN_END_TIME"
-"""Set by the batch script: when the time limit is, seconds since the epoch; another word where there is none. A container
-mostly has no way to ask Slurm."""
+"""Set by the batch script: when the time limit is, seconds since the epoch; another word where there is none. A
+container mostly has no way to ask Slurm."""
 
 SPARE_S = 30.0
-"""Kept beyond what steps and saves took: for the end of the ranks, of which the first waits for the others (`FAREWELL_S`
-of `launch.bootstrap`), and Slurm's clock."""
+"""Kept beyond what steps and saves took: for the end of the ranks, of which the first waits for the others
+(`FAREWELL_S` of `launch.bootstrap`), and Slurm's clock."""
 
 ANSWER_S = 15.0
 """How long Slurm may take to say how much is left, for which all ranks wait."""

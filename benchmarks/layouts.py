@@ -4,7 +4,7 @@ A small Llama, one optimizer step of 16 samples in micro-batches of 4 for the wh
 the same clipping and AdamW. The families run one after the other; in each all contenders are alive at once and
 take a step each in turn (`benchmarks/rounds.py`). Reported are medians over rounds of the ratio within a round,
 beside the peer of the same kind, and beside two processes of our own plain step that do half the work each and never
-talk: what two ranks could reach at most.
+talk: what two ranks could reach at most, but for AdamW, which there goes over the whole model in both.
 
     python -m benchmarks.layouts [--rounds 25] [--only tensor pipeline data] [--megatron PYTHON] [KEY=VALUE ...]
 """
@@ -56,6 +56,7 @@ LAYOUTS: dict[str, dict[str, list[str]]] = {
     "pipeline": {
         "pp=2, gpipe": ["parallel.pp=2", "parallel.schedule=gpipe"],
         "pp=2, 1f1b": ["parallel.pp=2", "parallel.schedule=1f1b"],
+        "pp=2, 1f1b, even split": ["parallel.pp=2", "parallel.schedule=1f1b", "parallel.stage_layers=[2,2]"],
         "pp=2, interleaved": ["parallel.pp=2", "parallel.schedule=interleaved", "parallel.chunks=2"],
         "pp=2, zb-h1": ["parallel.pp=2", "parallel.schedule=zb-h1"],
         "pp=2, zb-v": ["parallel.pp=2", "parallel.schedule=zb-v", "parallel.chunks=2"],
@@ -65,6 +66,7 @@ LAYOUTS: dict[str, dict[str, list[str]]] = {
         "dp=2, ZeRO 1": ["sharding.stage=1"],
         "dp=2, ZeRO 2": ["sharding.stage=2"],
         "dp=2, ZeRO 3": ["sharding.stage=3"],
+        "dp=2, ZeRO 3, weights kept": ["sharding.stage=3", "sharding.reshard_after_forward=false"],
     },
 }
 """What of ours takes part, and its settings beside the shape."""
@@ -74,7 +76,7 @@ PEERS: dict[str, tuple[Any, tuple[Any, ...], tuple[str, ...]]] = {
     "DTensor, SequenceParallel": (native.tensor_parallel, (True,), ("tp=2, sp",)),
     "DeepSpeed AutoTP": (deepspeed_engines.tensor_parallel, (), ("tp=2",)),
     "torch ScheduleGPipe": (native.pipeline, ("ScheduleGPipe", 1), ("pp=2, gpipe",)),
-    "torch Schedule1F1B": (native.pipeline, ("Schedule1F1B", 1), ("pp=2, 1f1b",)),
+    "torch Schedule1F1B": (native.pipeline, ("Schedule1F1B", 1), ("pp=2, 1f1b", "pp=2, 1f1b, even split")),
     "torch ScheduleInterleaved1F1B": (native.pipeline, ("ScheduleInterleaved1F1B", 2), ("pp=2, interleaved",)),
     "torch ScheduleInterleavedZeroBubble": (native.pipeline, ("ScheduleInterleavedZeroBubble", 1), ("pp=2, zb-h1",)),
     "the same with 2 stages a rank": (native.pipeline, ("ScheduleInterleavedZeroBubble", 2), ("pp=2, zb-h1",)),
@@ -83,7 +85,8 @@ PEERS: dict[str, tuple[Any, tuple[Any, ...], tuple[str, ...]]] = {
     "torch DDP": (native.ddp, (), ("dp=2",)),
     "DeepSpeed ZeRO 1": (deepspeed_engines.zero, (1,), ("dp=2, ZeRO 1",)),
     "DeepSpeed ZeRO 2": (deepspeed_engines.zero, (2,), ("dp=2, ZeRO 2",)),
-    "DeepSpeed ZeRO 3": (deepspeed_engines.zero, (3,), ("dp=2, ZeRO 3",)),
+    "DeepSpeed ZeRO 3, as lean": (deepspeed_engines.zero, (3, True), ("dp=2, ZeRO 3",)),
+    "DeepSpeed ZeRO 3": (deepspeed_engines.zero, (3,), ("dp=2, ZeRO 3", "dp=2, ZeRO 3, weights kept")),
     "megatron-core, tensor": (megatron_core.work, ("tp",), ("tp=2",)),
     "megatron-core, 1F1B": (megatron_core.work, ("pp",), ("pp=2, 1f1b",)),
 }

@@ -20,6 +20,7 @@ from tests.test_readme import parse
 DOCS = Path(__file__).parents[1] / "docs"
 TEXT = (DOCS / "slurm.md").read_text()
 SCHEDULE_PAGE = (DOCS / "schedules.md").read_text()
+PAGES = "\n".join(page.read_text() for page in sorted(DOCS.glob("*.md")))
 COMMANDS = [
     shlex.split(line)[1:]
     for page in sorted(DOCS.glob("*.md"))
@@ -27,7 +28,7 @@ COMMANDS = [
     for line in block.splitlines()
     if line.startswith("hpctrain ")
 ]
-SHOWN = re.findall(r"^```sh\nhpctrain ([^\n]*)\n```\n\n```text\n(.*?)^```", SCHEDULE_PAGE, re.MULTILINE | re.DOTALL)
+SHOWN = re.findall(r"^```sh\nhpctrain ([^\n]*)\n```\n\n```text\n(.*?)^```", PAGES, re.MULTILINE | re.DOTALL)
 PROFILES = re.findall(r"^```yaml\n(.*?)^```", TEXT, re.MULTILINE | re.DOTALL)
 
 
@@ -74,5 +75,13 @@ def test_the_table_of_schedules_is_that_of_the_program() -> None:
         assert most == claimed_peak(name, 4, int(chunks), 8, 0) / int(chunks)
 
 
+def test_traps_have_the_tests_that_the_page_names() -> None:
+    rows = re.findall(r"^\| (D\d+): [^|]* \| `(\S+) (\w+)` \|", (DOCS / "numerics.md").read_text(), re.MULTILINE)
+    assert len(rows) > 10
+    for trap, file, name in rows:
+        test = (Path(__file__).parent / file).read_text().partition(f"def {name}(")[2]
+        assert re.search(rf"\b{trap}\b", re.split(r"\n(?:def|@)", test)[0]), f"{file} {name} does not name {trap}"
+
+
 def test_there_is_something_to_test() -> None:
-    assert len(COMMANDS) > 14 and len(PROFILES) == 2 and len(SHOWN) == 2
+    assert len(COMMANDS) > 14 and len(PROFILES) == 2 and len(SHOWN) == 3

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -14,6 +14,7 @@ from hpctrain.errors import ConfigError, TrainError
 
 if TYPE_CHECKING:
     from hpctrain.verify.cases import Case
+    from hpctrain.verify.jobs import Jobs
     from hpctrain.verify.judge import Runner, Verdict
 
 EXAMPLE = 'hpctrain verify gpt-tiny --layouts "tp=2;pp=2,schedule=1f1b;dp=2,sharding.stage=3"'
@@ -66,7 +67,9 @@ def verify(
         overrides = (*overrides, f"cluster.profile={profile}")
     found = cases(layouts, recipe, overrides, steps, dtype)
     with_deepspeed = any(case.config.engine == "deepspeed" and not case.refused for case in found)
-    with Local(with_deepspeed) as local, _status(as_json) as status:
+    with ExitStack() as stack:
+        local = stack.enter_context(Local(with_deepspeed))
+        status = stack.enter_context(_status(as_json))
 
         def begin(case: Any) -> None:
             if status is not None:
@@ -74,7 +77,8 @@ def verify(
 
         run: Runner = local
         if slurm:
-            found, run = _queue(found, recipe, overrides, steps, partition, account)
+            found, jobs = _queue(found, recipe, overrides, steps, partition, account)
+            run = stack.enter_context(jobs)
         verdicts = list(Judge(local, steps).verdicts(found, run, begin))
     if as_json:
         click.echo(json.dumps([verdict.plain() for verdict in verdicts], indent=2))
@@ -92,7 +96,7 @@ def _queue(
     steps: int,
     partition: str | None,
     account: str | None,
-) -> tuple[tuple[Case, ...], Runner]:
+) -> tuple[tuple[Case, ...], Jobs]:
     """The cases as jobs."""
     from hpctrain.config.load import load
     from hpctrain.launch import client
@@ -136,13 +140,14 @@ def _row(verdict: Verdict) -> dict[str, object]:
         cells[kind] = f"{found[kind].worst:.1e}" if found else ""
     for kind in ("gradient", "weight"):
         cells[f"worst {kind}"] = f"{found[kind].worst:.1e} {found[kind].where}" if found else ""
-    cells["verdict"] = "ok" if verdict.good else "did not run" if verdict.error else "DIFFERS"
+    cells["verdict"] = "ok" if verdict.good else "DIFFERS" if found else "did not run"
     return cells
 
 
 def _notes(verdicts: Sequence[Verdict]) -> Iterator[str]:
     """What was allowed and why; what was wrong."""
-    yield "Differences are shares of the largest value of the loss, the norm, or the tensor named. Allowed are"
+    yield "Differences are shares: of the loss, of the norm, of the largest value of the gradient named, of the way"
+    yield "that training moved the weight named. Allowed are"
     yield from sorted({f"  {verdict.why}" for verdict in verdicts if verdict.why})
     for verdict in verdicts:
         if verdict.error:

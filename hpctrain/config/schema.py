@@ -99,7 +99,7 @@ class ParallelConfig(Section):
     )
     chunks: Count = Field(1, description="Virtual stages a rank of the pipeline holds.")
     stage_layers: tuple[Natural, ...] | None = Field(
-        None, description="Layers of each of the pp x chunks virtual stages; null splits them evenly."
+        None, description="Layers of each of the pp x chunks virtual stages; null balances them, the head counted."
     )
     cp: Count = Field(1, description="Context parallelism: the sequence is split. Not in this version.")
     ep: Count = Field(1, description="Expert parallelism. Not in this version.")
@@ -125,6 +125,9 @@ class ShardingConfig(Section):
         0, description="ZeRO stage: 1 shards optimizer state, 2 also gradients, 3 also parameters."
     )
     bucket_mib: Annotated[float, Field(gt=0.0, le=65536.0)] = Field(25.0, description="Size of a gradient bucket, MiB.")
+    reshard_after_forward: bool = Field(
+        True, description="ZeRO 3: let gathered weights go between forward and backward; false gathers half as often."
+    )
     torch_adam: bool = Field(True, description="DeepSpeed: torch's AdamW, which needs no compiled op.")
     offload: OffloadConfig = OffloadConfig()
 

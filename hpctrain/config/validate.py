@@ -72,6 +72,9 @@ def _sharding_rules(config: RunConfig) -> None:
     if engine == "deepspeed" and config.train.precision == "float64":
         reason = "only sharding.engine=none computes in float64"
         _refuse("train.precision", "float64", reason, "use float32, bf16 or fp16, or sharding.stage=0")
+    if stage < 3 and not config.sharding.reshard_after_forward:
+        reason = f"sharding.stage={stage} shards no weights that could be let go"
+        _refuse("sharding.reshard_after_forward", False, reason, "use true, or sharding.stage=3")
     for what in ("optimizer", "params"):
         if (place := getattr(config.sharding.offload, what)) == "none":
             continue
@@ -161,7 +164,7 @@ def _pipeline(config: RunConfig) -> None:
         return
     if len(sizes) != number or sum(sizes) != layers:
         reason = f"must be {number} numbers (pp x chunks) with the sum {layers} (model.layers)"
-        _refuse("parallel.stage_layers", list(sizes), reason, "use null for an even split")
+        _refuse("parallel.stage_layers", list(sizes), reason, "use null for a balanced split")
     if 0 in sizes[1:-1]:
         reason = "only the first and the last stage can do without layers"
         _refuse("parallel.stage_layers", list(sizes), reason, "give every other stage at least 1")

@@ -56,7 +56,7 @@ def call(command: Sequence[str], env: Mapping[str, str] | None = None, timeout_s
     except FileNotFoundError:
         raise SlurmError(f"there is no {name} on PATH: run this where Slurm's commands are.") from None
     except subprocess.TimeoutExpired:
-        also = "; look with squeue --me whether the job was queued all the same" if name == "sbatch" else ""
+        also = "; a job that it has queued all the same does nothing" if name == "sbatch" else ""
         raise SlurmError(
             f"{name} has not answered in {timeout_s:g} s, so Slurm's controller is down or overloaded: "
             f"try again later{also}."

@@ -17,8 +17,16 @@ LEAD_VARIABLE = "HPCTRAIN_SIGNAL_LEAD_S"
 EARLY_S = 60.0
 """So much before its time Slurm may send a warning (man sbatch, --signal)."""
 
-SPARE_S = 10.0
-"""Kept beyond what steps and saves took: for the end of the process and Slurm's clock."""
+END_VARIABLE = "HPCTRAIN_END_TIME"
+"""Set by the batch script: when the time limit is, seconds since the epoch; another word where there is none. A
+container mostly has no way to ask Slurm."""
+
+SPARE_S = 30.0
+"""Kept beyond what steps and saves took: for the end of the ranks, of which the first waits for the others
+(`FAREWELL_S` of `launch.bootstrap`), and Slurm's clock."""
+
+ANSWER_S = 15.0
+"""How long Slurm may take to say how much is left, for which all ranks wait."""
 
 RETRY_S = 120.0
 """Between questions to a controller that does not answer; each may take a minute."""
@@ -51,7 +59,7 @@ class TimeLimit:
         job = slurm_job(env)
         if not job or "SLURM_PROCID" not in env:
             return None
-        return TimeLimit(lambda: seconds_left(job), float(env.get(LEAD_VARIABLE) or 0))
+        return TimeLimit(lambda: seconds_left(job, env.get(END_VARIABLE, "")), float(env.get(LEAD_VARIABLE) or 0))
 
     @property
     def need_s(self) -> float:
@@ -111,13 +119,22 @@ class TimeLimit:
         self._end = None if left is None else self._clock() + left
 
 
-def seconds_left(job: str) -> float | None:
+def seconds_left(job: str, end: str = "") -> float | None:
     """How long Slurm lets a job run on; None without end.
 
+    Args:
+        job: its id.
+        end: when it was to end as it began, seconds since the epoch; believed where Slurm does not answer.
+
     Raises:
-        LaunchError: Slurm does not answer.
+        LaunchError: Slurm does not answer, and the end is not known.
     """
-    return parse_left(call(["squeue", "--noheader", f"--jobs={job}", "--format=%L"]))
+    try:
+        return parse_left(call(["squeue", "--noheader", f"--jobs={job}", "--format=%L"], timeout_s=ANSWER_S))
+    except LaunchError:
+        if not end.isdecimal():
+            raise
+        return int(end) - time.time()
 
 
 def parse_left(text: str) -> float | None:

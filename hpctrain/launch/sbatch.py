@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import shlex
 from collections.abc import Iterator
@@ -11,17 +12,14 @@ from pathlib import Path
 from hpctrain import __version__
 from hpctrain.config.schema import RunConfig
 from hpctrain.errors import ConfigError
+from hpctrain.launch import shell
 from hpctrain.launch.identity import MPI_VARIABLE
-from hpctrain.launch.limit import LEAD_VARIABLE
+from hpctrain.launch.limit import END_VARIABLE, LEAD_VARIABLE
 from hpctrain.launch.profile import Container, Profile, Site
+from hpctrain.launch.stop import SIGNALS
 
-WARNING_SIGNAL = "USR2"
-"""Sent to every rank before the time limit and at preemption. NCCL may use USR1."""
-
-_HELD = f'trap "" {WARNING_SIGNAL}; b="env --block-signal={WARNING_SIGNAL}"; $b true 2>/dev/null || b=; exec $b "$@"'
-"""Run by the shell that becomes a rank. Until Python says what the warning means, it would end the process; blocked it
-waits, through every exec and also inside a container. An env that cannot block (coreutils before 8.31) leaves it
-ignored: such a rank lives on, but has not heard."""
+WARNING_SIGNAL = SIGNALS[0].name.removeprefix("SIG")
+"""Sent to every rank before the time limit and at preemption."""
 
 PASSED = (
     "HPCTRAIN_",
@@ -38,6 +36,9 @@ PASSED = (
     "TORCH_",
 )
 """Beginnings of the variables that enter a container which does not inherit them."""
+
+_END = "SLURM_TIME_FORMAT=%s timeout 60 squeue --noheader --jobs=$job --format=%e"
+"""Slurm says it in the environment since 23.02."""
 
 _JOB = "job=${SLURM_ARRAY_JOB_ID:+${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID}"
 
@@ -148,12 +149,15 @@ def _flags(config: RunConfig, profile: Profile, options: Options, folders: JobFo
 
 
 def _body(config: RunConfig, site: Site, folders: JobFolders, python: str) -> Iterator[str]:
+    yield from ("", shell.WITHDRAWN.format(folder=folders.jobs.parent))
     if site.profile.environment:
         yield ""
     for name, value in site.profile.environment.items():
         yield f"export {name}={shlex.quote(value)}"
     if site.prologue:
-        yield from ("", f"# Prologue {site.profile.prologue}", site.prologue.rstrip("\n"))
+        yield from ("", f"# Prologue {site.profile.prologue}", shell.CHECKED)
+        yield from (site.prologue.rstrip("\n"), shell.UNCHECKED)
+    yield shell.REQUEUE
     yield ""
     yield "# Ranks"
     yield f"export {LEAD_VARIABLE}={site.profile.signal_lead_s}"
@@ -164,24 +168,34 @@ def _body(config: RunConfig, site: Site, folders: JobFolders, python: str) -> It
     yield "export SUBMITIT_EXECUTOR=slurm"
     yield _JOB
     yield "job=${job:-$SLURM_JOB_ID}"
+    yield "unset ${!SQUEUE_@} SLURM_CLUSTERS  # here Slurm's commands speak of this job, on this cluster"
+    yield f'export {END_VARIABLE}="${{SLURM_JOB_END_TIME:-$({_END})}}"'
+    life = str(folders.jobs).replace("%j", "$job") + "/stopped-${SLURM_RESTART_COUNT:-0}"
+    yield f'export {shell.STOPPED_VARIABLE}="{life}"'
     yield f'mkdir -p "{folders.logs}/$job"'
+    yield f"trap : {' '.join(shell.NAMES)}  # they are for the ranks; this shell has to outlive those"
     yield _srun(config, site.profile, folders, python)
+    yield from ("status=$?", shell.LEAVE)
 
 
 def _srun(config: RunConfig, profile: Profile, folders: JobFolders, python: str) -> str:
     # Where sbatch exports nothing (SBATCH_EXPORT=NONE), srun does not either unless told to.
     arguments = ["srun", "--export=ALL", "--distribution=block", "--kill-on-bad-exit=1", "--open-mode=append"]
+    # A site's WaitTime would end ranks that are still on their way out when the first has left.
+    arguments.append(f"--wait={max(60, math.ceil(config.cluster.timeout_s))}")
     if profile.cpus_per_task:
         # srun of Slurm 22.05 to 23.02 does not take it from sbatch, and gives a task one CPU.
         arguments.append(f"--cpus-per-task={profile.cpus_per_task}")
     if profile.mpi:
         arguments.append(f"--mpi={profile.mpi}")
-    command = [python, "-u", "-m", "submitit.core._submit", str(folders.jobs)]
+    command = [shlex.quote(python), "-u", "-m", "submitit.core._submit", str(folders.jobs)]
+    held = shell.held(python)
     if profile.container:
         arguments += _container_srun_args(profile.container, folders)
         command = _in_container(profile, profile.container, folders, command)
+        held = shell.held(profile.container.python if profile.container.kind == "pyxis" else "python3")
     arguments += [f'--output="{folders.logs}/$job/rank-%t.log"', *map(shlex.quote, profile.srun_args)]
-    return " \\\n  ".join([*arguments, f"sh -c {shlex.quote(_HELD)} rank", " ".join(command)])
+    return " \\\n  ".join([*arguments, held, " ".join(command)])
 
 
 def _mounts(container: Container, folders: JobFolders) -> list[str]:

@@ -25,6 +25,9 @@ from hpctrain.launch.profile import Site
 from hpctrain.launch.sbatch import JobFolders, Options, sbatch_text
 from hpctrain.launch.task import slurm_task
 
+SCRIPT = "submission.sh"
+"""In the folder of a submission; by this path Slurm knows what it has queued."""
+
 Entry = tuple[Callable[..., Any], tuple[Any, ...]]
 """What each rank calls: a function that is importable by name, and plain arguments."""
 
@@ -102,11 +105,11 @@ def submit(request: Request, warn: Callable[[str], None]) -> list[Job]:
         if top and where.code:
             _copy_code(top, where.code, undo, warn)
         chain: list[list[str]] = []
+        undo.callback(_withdraw, where, chain)
         for _ in range(request.chain):
             after = chain[-1][0].split("_")[0] if chain else None  # of an array, all elements
             link = replace(request, options=replace(request.options, after=after))
             chain.append(_Executor(where, script(link, where)).send(request.entries, request.array))
-            undo.callback(_withdraw, chain[-1])
         jobs = [_job(request, [link[index] for link in chain], where) for index in range(len(request.configs))]
         for config, job in zip(request.configs, jobs):
             job.write(config.run_folder)
@@ -146,9 +149,20 @@ def _copy_code(top: Path, target: Path, undo: ExitStack, warn: Callable[[str], N
         warn(f"{len(loose)} files that git does not track are not in the job's code, for example {loose[0]}: git add.")
 
 
-def _withdraw(ids: Sequence[str]) -> None:
+def _withdraw(where: JobFolders, chain: Sequence[Sequence[str]]) -> None:
+    """Cancel the jobs of a submission: those that sbatch told of, and one that it has queued and not told of any more.
+
+    Where Slurm does not answer, such a job ends by itself: it looks for the folder of its submission.
+    """
+    command = str(where.jobs.parent / SCRIPT)
+    queued = []
     with suppress(LaunchError):
-        cancel(whole(ids))
+        rows = client.call(["squeue", "--me", "--noheader", "--format=%F|%o"]).splitlines()
+        queued = [job for job, _, script in (row.partition("|") for row in rows) if script.strip() == command]
+    ids = whole([*(job for link in chain for job in link), *queued])
+    with suppress(LaunchError):
+        if ids:
+            cancel(ids)
 
 
 class _Executor(SlurmExecutor):
@@ -176,10 +190,10 @@ class _Executor(SlurmExecutor):
         return [job.job_id for job in jobs]
 
     def _submit_command(self, command: str) -> SlurmJob[Any]:
-        path = self._waiting / "submission.sh"
+        path = self._waiting / SCRIPT
         path.write_text(self._text)
         try:
-            said = client.call(["sbatch", "--parsable", str(path)], submission_environment(os.environ))
+            said = client.call(["sbatch", "--parsable", str(path)], submission_environment(os.environ, self._text))
         except client.SlurmError as error:
             if not error.said:
                 raise

@@ -4,54 +4,35 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 from submitit.core.job_environment import JobEnvironment
 
-from hpctrain.launch.client import SlurmError, call
-from hpctrain.launch.identity import slurm_job
 from hpctrain.launch.rank import run_rank
-from hpctrain.launch.sbatch import WARNING_SIGNAL
-from hpctrain.launch.stop import hold_back
-
-WARNING = signal.Signals[f"SIG{WARNING_SIGNAL}"]
-"""What Slurm sends before a time limit, and at preemption where the site wants it."""
-
-PATIENCE_S = 600.0
-"""How long a rank that has saved tries to put its job back: the controller may just be starting anew."""
-
-_BEING_ENDED = ("COMPLETING", "CANCELLED", "PENDING", "REQUEUED")
+from hpctrain.launch.shell import STOPPED_VARIABLE
+from hpctrain.launch.stop import SIGNALS, hold_back
 
 
 def slurm_task(function: Callable[..., Any], args: Sequence[Any]) -> Any:
     """Call `function(*args)` as one rank.
 
-    If what it returns has `stopped` set, it was asked to stop and has saved: the job is requeued, unless `outlived`
-    says that it runs anew already.
+    If what it returns has `stopped` set, it was asked to stop and has saved: the batch script is told to requeue the
+    job, unless `outlived` says that it runs anew already.
 
     What is pickled at submission is this, a function's name and plain settings, so it decides nothing that a rank
     has to find out when it starts, such as the checkpoint to continue from.
     """
-    hold_back([WARNING])  # until the function listens
+    hold_back(SIGNALS)  # until the function listens
     _clear_torn_result(JobEnvironment().paths.result_pickle)
     # submitit ignores SIGTERM, and requeues at a warning from rank 0, by a guess at what it means.
-    for number in (signal.SIGTERM, signal.SIGCONT):
-        signal.signal(number, signal.SIG_DFL)
-    # One more warning must not end a rank that has saved. Threads that began while it listened do not block it.
-    signal.signal(WARNING, _heed_not)
-    value = run_rank(function, args)
-    if (
-        getattr(value, "stopped", False)
-        and not getattr(value, "outlived", False)
-        and os.environ.get("SLURM_PROCID") == "0"
-    ):
-        requeue_self(os.environ)
-    return value
+    signal.signal(signal.SIGCONT, signal.SIG_DFL)
+    # One more must not end a rank that has saved. Threads that began while it listened do not block it.
+    for number in SIGNALS:
+        signal.signal(number, _heed_not)
+    return run_rank(_leave_word, (function, args))
 
 
 def _clear_torn_result(result: Path) -> None:
@@ -63,35 +44,14 @@ def _heed_not(number: int, frame: FrameType | None) -> None:
     """Not SIG_IGN, which would throw away what waits to be heard."""
 
 
-def requeue_self(env: Mapping[str, str]) -> bool:
-    """Put this job back into the queue; Slurm ends it for that. Everything that is to last is on the disk by now.
+def _leave_word(function: Callable[..., Any], args: Sequence[Any]) -> Any:
+    """Call `function(*args)`; if it has stopped, leave the file that the batch script looks for. By the first rank.
 
-    A job that leaves by itself when it is asked to counts as completed, so it has to do this. But one that Slurm is
-    ending already is left to it: somebody cancelled it, and it must not come back, or requeued it. Only a time limit
-    that passed while it saved is no such end.
-
-    Returns:
-        Whether it was requeued.
-
-    Raises:
-        SlurmError: it is not a job that may be requeued.
+    A job that leaves by itself when it is asked to counts as completed, so it has to put itself back into the queue.
+    The batch script does, where Slurm's commands are. Everything that is to last is on the disk by now.
     """
-    deadline, pause = time.monotonic() + PATIENCE_S, 1.0
-    while True:
-        try:
-            return _requeue(slurm_job(env))
-        except SlurmError as error:
-            if time.monotonic() + pause > deadline:
-                raise
-            print(f"{error} Trying again in {pause:.0f} s.", file=sys.stderr, flush=True)
-        time.sleep(pause)
-        pause = min(2 * pause, 60.0)
-
-
-def _requeue(job: str) -> bool:
-    said = call(["squeue", "--noheader", "--states=all", f"--jobs={job}", "--format=%T|%r"]).strip()
-    state, _, reason = said.partition("|")
-    if state in _BEING_ENDED and reason != "TimeLimit":
-        return False
-    call(["scontrol", "requeue", job])
-    return True
+    value = function(*args)
+    stopped = getattr(value, "stopped", False) and not getattr(value, "outlived", False)
+    if stopped and os.environ.get("SLURM_PROCID") == "0":
+        Path(os.environ[STOPPED_VARIABLE]).touch()
+    return value

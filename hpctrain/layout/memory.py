@@ -3,8 +3,8 @@
 State is exact: weights, gradients and optimizer state of the boxes that the rank holds. Activations are an
 estimate of what backward needs: per token and layer the inputs and outputs of the two norms, queries, keys, values
 and attention output, and what the MLP keeps; attention scores are taken not to be stored (fused attention). What is
-recomputed is there for one layer at a time. Allocator waste, communication buffers and the framework itself are not
-counted.
+recomputed is there for one layer of one micro-batch at a time. Allocator waste, buffers of collectives and the
+framework itself are not counted.
 """
 
 from __future__ import annotations
@@ -19,8 +19,9 @@ from hpctrain.config.schema import RunConfig
 from hpctrain.errors import ConfigError
 from hpctrain.layout.layout import Layout
 from hpctrain.layout.placement import cut_of, placements, tied_copy, tp_sizes
-from hpctrain.layout.schedule import make_schedule
+from hpctrain.layout.schedule import ZERO_BUBBLE, make_schedule
 from hpctrain.layout.stages import Stage, stages_of
+from hpctrain.layout.transfers import most_received
 
 GIB = 2**30
 COMPUTE_BYTES = {"float32": 4, "float64": 8, "bf16": 2, "fp16": 2}
@@ -94,58 +95,94 @@ def _estimate(config: RunConfig, layout: Layout, of_rank: _Held) -> Memory:
     shard = -(-numel // layout.dp)
     separate = compute < master or config.engine == "deepspeed"  # DeepSpeed copies even float32 weights
     copies = 2 + separate  # two moments, and the master weights
-    weights = compute * (shard if stage >= 3 else numel)
+    gathered = 0 if config.sharding.reshard_after_forward else numel  # else a layer's at a time
+    weights = compute * (shard + gathered if stage >= 3 else numel)
     gradients = master * (shard if stage >= 2 else numel)
     optimizer = copies * master * (shard if stage >= 1 else numel)
     # DeepSpeed's moments are there from the start, in stage 3 its gradients too, while the initial values of the
     # largest fragment are drawn and copied. Engine none starts with neither: it then holds less than in a step.
     fragment = -(-max(held) // layout.dp) if stage >= 3 else min(max(held), shard)
-    building = weights + optimizer + gradients * (stage >= 3) + 2 * master * fragment if stage else 0
+    kept = compute * (shard if stage >= 3 else numel) + optimizer + gradients * (stage >= 3)
+    building = kept + 2 * master * fragment if stage else 0
     weights += compute * of_rank.copied
     gradients += master * of_rank.copied_gradient
-    return Memory(weights, gradients, optimizer, _live_activations(config, layout, of_rank.stages), building)
+    return Memory(weights, gradients, optimizer, live_activations(config, layout, of_rank.stages), building)
 
 
-def _live_activations(config: RunConfig, layout: Layout, stages: tuple[Stage, ...]) -> int:
-    """Most bytes of activations that a rank keeps at once. Those of a micro-batch count from its forward until its
-    backward is complete, weights included, though a split backward frees a part of them before."""
+def live_activations(config: RunConfig, layout: Layout, stages: tuple[Stage, ...]) -> int:
+    """Most bytes of activations that a rank keeps at once, with what it has received for later."""
     micro_batches = config.train.global_batch // (layout.dp * config.train.micro_batch)
     schedule = _schedule(layout.schedule, layout.pp, layout.chunks, max(1, micro_batches))
-    sizes = {stage.index: activation_bytes(config, layout.tp, stage) for stage in stages}
+    sizes = {stage.index: activations(config, layout.tp, stage) for stage in stages}
     live = peak = 0
     for action in schedule.ranks[stages[0].home]:
+        size = sizes[action.stage]
+        left = size.left if layout.schedule in ZERO_BUBBLE else 0
         if action.kind == "forward":
-            live += sizes[action.stage]
+            live += size.kept
             peak = max(peak, live)
-        elif action.kind != "backward_input":
-            live -= sizes[action.stage]
-    return peak
+        elif action.kind == "backward_weight":
+            live -= left
+        else:
+            peak = max(peak, live + size.passing + max(0, left - size.kept))
+            live += (left if action.kind == "backward_input" else 0) - size.kept
+    return peak + most_received(layout.pp, layout.chunks) * sizes[stages[0].index].handed
 
 
 _schedule = cache(make_schedule)
 
 
-def activation_bytes(config: RunConfig, tp: int, stage: Stage | None = None) -> int:
-    """Activations of one micro-batch that backward needs, and the logits with their gradient; of one stage, or of the
-    whole model."""
+@dataclass(frozen=True)
+class Activations:
+    """Bytes of one micro-batch in one stage, or in the whole model.
+
+    Attributes:
+        kept: from its forward to its backward.
+        passing: besides, at most, while its backward runs: what is computed again, and the logits' gradient.
+        left: between the parts of a split backward, for the weights: linears' inputs and their outputs' gradients.
+        handed: the hidden states that stages give each other.
+    """
+
+    kept: int
+    passing: int
+    left: int
+    handed: int
+
+
+def activations(config: RunConfig, tp: int, stage: Stage | None = None) -> Activations:
+    """See `Activations`."""
     model, width = config.model, COMPUTE_BYTES[config.train.precision]
     wide = max(width, 4)
-    heads, ffn, vocab = (cut_of(model, cut, tp, 0)[1] for cut in ("heads", "ffn", "vocab"))
+    heads, kv_heads, ffn, vocab = (cut_of(model, cut, tp, 0)[1] for cut in ("heads", "kv_heads", "ffn", "vocab"))
     hidden = model.hidden / tp if config.parallel.sp else model.hidden  # tp divides the sequence
     norms = 4 * hidden
     attention = 4 * heads * model.head_width  # keys and values are repeated to all heads before attention
     mlp = (4 if model.gated else 2) * ffn
     masks = 2 * hidden if model.dropout else 0
     layer = norms + attention + mlp + masks
-    repeated = 2 * (heads - cut_of(model, "kv_heads", tp, 0)[1]) * model.head_width
+    repeated = 2 * (heads - kv_heads) * model.head_width
     kept = {"none": layer, "selective": layer - repeated, "full": hidden}[config.train.recompute]
-    first, last = (True, True) if stage is None else (stage.first, stage.last)
+    for_weights = 4 * hidden + 2 * (heads + kv_heads) * model.head_width + (3 if model.gated else 2) * ffn
+    last = stage is None or stage.last
     number = model.layers if stage is None else len(stage.layers)
-    layers = (number * kept + bool(number) * (layer - kept)) * width
-    ends = (first + last) * hidden * width
-    logits = last * vocab * (width + 2 * wide)  # as computed, their exponentials, their gradient
+    ends = (2 if last else 1) * hidden  # the last norm's input and output, or what is handed on
+    head = last * (not model.tied) * (hidden + vocab)
     seen = config.data.seq if config.data.document_mask else 0
-    return round(config.train.micro_batch * config.data.seq * (layers + ends + logits + seen))
+    of_token = (
+        (number * kept + ends) * width + last * vocab * wide + seen,  # the logits' exponentials
+        bool(number) * (layer - kept) * width + last * vocab * (width + wide),  # their gradient, also as computed
+        (number * for_weights + head) * width,
+        hidden * width,
+    )
+    tokens = config.train.micro_batch * config.data.seq
+    return Activations(*(round(tokens * size) for size in of_token))
+
+
+def activation_bytes(config: RunConfig, tp: int, stage: Stage | None = None) -> int:
+    """Activations of one micro-batch that a whole backward needs, and the logits with their gradient; of one stage, or
+    of the whole model."""
+    of_stage = activations(config, tp, stage)
+    return of_stage.kept + of_stage.passing
 
 
 def check_memory(config: RunConfig, layout: Layout, available: int) -> None:

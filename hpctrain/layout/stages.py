@@ -7,7 +7,7 @@ from functools import cache
 
 from hpctrain.config.schema import ModelConfig
 from hpctrain.layout.layout import Layout, split
-from hpctrain.layout.parameters import ParameterSpec
+from hpctrain.layout.parameters import ParameterSpec, parameter_specs
 from hpctrain.layout.schedule import make_schedule
 
 
@@ -42,13 +42,36 @@ class Stage:
 def stages(model: ModelConfig, layout: Layout) -> tuple[Stage, ...]:
     """All virtual stages in the order of the model."""
     schedule, number = make_schedule(layout.schedule, layout.pp, layout.chunks, 1), layout.pp * layout.chunks
-    sizes = layout.stage_layers or [split(model.layers, number, i)[1] for i in range(number)]
+    sizes = layout.stage_layers or balanced(model.layers, number, head_cost(model))
     assert len(sizes) == number and sum(sizes) == model.layers, (sizes, number, model.layers)
     ends = [sum(sizes[: i + 1]) for i in range(number)]
     return tuple(
         Stage(i, schedule.home(i), schedule.chunk(i), range(end - size, end), i == 0, i == number - 1)
         for i, (size, end) in enumerate(zip(sizes, ends))
     )
+
+
+def balanced(layers: int, number: int, head: float) -> list[int]:
+    """Layers of each of `number` virtual stages, such that the dearest costs least; the larger first.
+
+    Args:
+        layers: of the model, at least `number`.
+        number: of virtual stages.
+        head: what the last stage has to do beside its layers, in layers.
+    """
+
+    def sizes(last: int) -> list[int]:
+        return [split(layers - last, number - 1, i)[1] for i in range(number - 1)] + [last]
+
+    if number == 1:
+        return [layers]
+    return min(map(sizes, range(layers // number, 0, -1)), key=lambda n: max(*n[:-1], n[-1] + head))
+
+
+def head_cost(model: ModelConfig) -> float:
+    """What the head costs, in layers: by the weights that a token is multiplied with, attention left out."""
+    layers = sum(s.numel for s in parameter_specs(model) if s.layer is not None and len(s.shape) == 2)
+    return model.vocab * model.hidden * model.layers / layers
 
 
 def stages_of(model: ModelConfig, layout: Layout, rank: int) -> tuple[Stage, ...]:

@@ -21,6 +21,7 @@ same reason a rank receives what another sends it in the order in which it is se
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -84,6 +85,31 @@ def expand(schedule: Schedule) -> tuple[Program, ...]:
         items[rank].append((end, Transfer("send", tensor, tensor.stage, schedule.home(target))))
         items[schedule.home(target)].append((end, Transfer("recv", tensor, target, rank)))
     return tuple(_program(schedule, [item for _, item in sorted(of_rank, key=lambda i: i[0])]) for of_rank in items)
+
+
+def most_received(stages: int, chunks: int) -> int:
+    """Tensors that a rank has room for at once, at most: those that it uses next, and for later. No tensor waits for
+    long in a list made by `expand`, so this does not grow with the size of the schedule."""
+    return 0 if stages == 1 else 2 if chunks == 1 else 6
+
+
+def proofs(schedule: Schedule, programs: Sequence[Program], rank: int) -> dict[Tensor, tuple[Tensor, ...]]:
+    """For each tensor that a rank receives: those it had sent to the same rank that must have arrived by then.
+
+    They are what the other rank has used before it sent the tensor, and after it sent the one before.
+    """
+    found: dict[Tensor, tuple[Tensor, ...]] = {}
+    for peer, program in enumerate(programs):
+        used: list[Tensor] = []
+        for item in program if peer != rank else ():
+            if isinstance(item, Action):
+                needs = (tensor for tensor in schedule.needs(item) if tensor.stage != item.stage)
+                used += [tensor for tensor in needs if schedule.home(tensor.stage) == rank]
+                continue
+            for transfer in item.transfers:
+                if transfer.way == "send" and transfer.peer == rank:
+                    found[transfer.tensor], used = tuple(used), []
+    return found
 
 
 def _program(schedule: Schedule, items: list[Action | Transfer]) -> Program:

@@ -8,8 +8,9 @@ gradients back; a pipeline of one rank sends nothing and goes the same way.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,7 +20,7 @@ from hpctrain.layout.actions import Action, Schedule, makes
 from hpctrain.layout.actions import Tensor as Name
 from hpctrain.layout.schedule import make_schedule
 from hpctrain.layout.stages import stages_of
-from hpctrain.layout.transfers import Exchange, Program, expand
+from hpctrain.layout.transfers import Exchange, Program, expand, proofs
 from hpctrain.model.batch import Batch
 from hpctrain.parallel.comm import Leg, Pending, start_exchange
 from hpctrain.parallel.mesh import Mesh
@@ -27,15 +28,27 @@ from hpctrain.parallel.precision import COMPUTE
 from hpctrain.parallel.ticket import Computes, Ticket
 from hpctrain.parallel.tied import make_tie
 
+UNPROVED = 2
+"""Tensors that an evaluation, in which nothing comes back, has sent and not waited for."""
+
+
+class _Plan(NamedTuple):
+    """A schedule, and of one rank its list and what each tensor it receives proves to have arrived."""
+
+    schedule: Schedule
+    program: Program
+    proofs: dict[Name, tuple[Name, ...]]
+
 
 @cache
-def programs(name: str, pp: int, chunks: int, micro_batches: int, training: bool) -> tuple[Schedule, list[Program]]:
-    """A schedule, or the forwards of one in the same order, and for each rank of pp its list."""
+def _plan(name: str, pp: int, chunks: int, micro_batches: int, training: bool, rank: int) -> _Plan:
+    """Of a schedule, or of the forwards of one in the same order."""
     schedule = make_schedule(name, pp, chunks, micro_batches)
     if not training:
         forwards = tuple(tuple(a for a in order if a.kind == "forward") for order in schedule.ranks)
         schedule = Schedule(name, pp, chunks, micro_batches, forwards)
-    return schedule, list(expand(schedule))
+    programs = expand(schedule)
+    return _Plan(schedule, programs[rank], proofs(schedule, programs, rank))
 
 
 class Pipeline:
@@ -66,14 +79,14 @@ class Pipeline:
             The sum of this rank's losses, a float64 scalar; 0 where the last stage is on another rank.
         """
         run = _Pass(self, micro_batches, training=True)
-        losses = run.through(*self._program(len(micro_batches), training=True))
+        losses = run.through(self._plan(len(micro_batches), training=True))
         self.peak_live = run.peak_live
         return losses
 
     def evaluate(self, micro_batches: Sequence[Batch]) -> Tensor:
         """The losses of every micro-batch without gradients; returns as `train` does."""
         run = _Pass(self, micro_batches, training=False)
-        return run.through(*self._program(len(micro_batches), training=False)) if micro_batches else run.losses
+        return run.through(self._plan(len(micro_batches), training=False)) if micro_batches else run.losses
 
     def blank(self, batch: Batch) -> Tensor:
         """An uninitialised tensor for hidden states of a micro-batch, or their gradient."""
@@ -81,9 +94,8 @@ class Pipeline:
         shape = (size, seq // self._sequence_parts, self._hidden)
         return torch.empty(shape, dtype=self._dtype, device=self.mesh.device)
 
-    def _program(self, micro_batches: int, training: bool) -> tuple[Schedule, Program]:
-        schedule, of_ranks = programs(*self._schedule, micro_batches, training)
-        return schedule, of_ranks[self.mesh.pp.index]
+    def _plan(self, micro_batches: int, training: bool) -> _Plan:
+        return _plan(*self._schedule, micro_batches, training, self.mesh.pp.index)
 
 
 class _Pass:
@@ -98,10 +110,11 @@ class _Pass:
         self.rests: dict[tuple[int, int], Callable[[], None]] = {}
         self.made: dict[Name, Tensor] = {}
         self.coming: dict[Name, Pending[Tensor]] = {}
-        self.sent: list[Pending[Tensor]] = []
+        self.sent: dict[Name, Pending[Tensor]] = {}
 
-    def through(self, schedule: Schedule, program: Program) -> Tensor:
+    def through(self, plan: _Plan) -> Tensor:
         """Execute the list; returns the sum of the losses."""
+        schedule, program, self.proofs = plan
         last_exchange = max((i for i, item in enumerate(program) if isinstance(item, Exchange)), default=-1)
         if self.tie is not None:
             self.tie.begin()
@@ -112,8 +125,7 @@ class _Pass:
                 self._act(item, schedule)
             if i == last_exchange and self.training and self.tie is not None:
                 self.tie.hand_back()
-        for pending in self.sent:
-            pending.wait()
+        self._let_go(list(self.sent))
         if self.tie is not None:
             self.tie.end()
         assert not (self.tickets or self.rests or self.made or self.coming), "a schedule uses everything it makes"
@@ -121,7 +133,7 @@ class _Pass:
 
     def _post(self, exchange: Exchange) -> None:
         """Begin all transfers of an exchange."""
-        self.sent = [pending for pending in self.sent if not pending.done]
+        self.sent = {name: pending for name, pending in self.sent.items() if not pending.done}
         legs = []
         for transfer in exchange.transfers:
             send = transfer.way == "send"
@@ -129,9 +141,17 @@ class _Pass:
             legs.append(Leg(values, transfer.peer, send))
         for transfer, pending in zip(exchange.transfers, start_exchange(legs, self.mesh.pp)):
             if transfer.way == "send":
-                self.sent.append(pending)
+                self.sent[transfer.tensor] = pending
             else:
                 self.coming[transfer.tensor] = pending
+        if not self.training:
+            self._let_go(list(self.sent)[:-UNPROVED])
+
+    def _let_go(self, names: Iterable[Name]) -> None:
+        """Keep no longer what has been sent. Over gloo a transfer that has ended says so to those alone who wait."""
+        for name in names:
+            if name in self.sent:
+                self.sent.pop(name).wait()
 
     def _blank(self, name: Name) -> Tensor:
         return self.pipeline.blank(self.batches[name.micro_batch])
@@ -156,7 +176,11 @@ class _Pass:
 
     def _take(self, name: Name) -> Tensor:
         """What a neighbouring stage made, on this rank or on another."""
-        return self.made.pop(name) if name in self.made else self.coming.pop(name).wait()
+        if name in self.made:
+            return self.made.pop(name)
+        taken = self.coming.pop(name).wait()
+        self._let_go(self.proofs[name])
+        return taken
 
     def _forward(self, action: Action, hidden: Tensor | None) -> Tensor:
         stage, batch = self.pipeline.stages[action.stage], self.batches[action.micro_batch]

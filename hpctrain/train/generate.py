@@ -57,7 +57,7 @@ def generate_main(settings: dict[str, Any], run: Path, prompt: str, sampling: Sa
     config = RunConfig.model_validate(settings)
     identity = detect(os.environ) or ALONE
     cluster = config.cluster
-    with process_group(identity, run, cluster.device, cluster.timeout_s, cluster.threads) as world:
+    with process_group(identity, run, cluster.device, cluster.timeout_s, cluster.threads, cluster.silence_s) as world:
         layout = Layout.of(config.parallel, identity.world)
         mesh = build_mesh(
             layout, world.device, replica_groups(config.model, layout), world.group_timeout_s, world.meter

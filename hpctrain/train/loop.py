@@ -38,7 +38,9 @@ class Ending:
 
 
 def train(session: Session, progress: Progress, sinks: Sinks, stop: StopRequest) -> Ending:
-    """Run all steps that are left, then evaluate and save; or save and leave at a step's end when asked to stop.
+    """Run all steps that are left, save and evaluate; or save and leave at a step's end when asked to stop.
+
+    An evaluation that was given up for that is made up for by the next life.
 
     Args:
         session: what this rank trains with.
@@ -52,6 +54,9 @@ def train(session: Session, progress: Progress, sinks: Sinks, stop: StopRequest)
     config, settings = session.config, session.config.train
     meter, lap = session.mesh.meter, _Lap(session)
     evaluated, saved, skipped_in_a_row = None, progress.step, 0
+    if progress.evaluated < progress.step < settings.steps and _due(progress.step, settings.eval_every):
+        evaluate(session, progress, sinks, stop)
+        lap.restart()
     with Prefetch(session.training.stream(progress.samples), config.data.prefetch) as batches:
         while progress.step < settings.steps:
             stop.begin_step()
@@ -81,25 +86,40 @@ def train(session: Session, progress: Progress, sinks: Sinks, stop: StopRequest)
             if progress.step % settings.log_every == 0 or progress.step in (1, settings.steps):
                 sinks.write(lap.metrics(progress, loss.mean, lr, result).record())
             if _due(progress.step, settings.eval_every):
-                evaluated = evaluate(session, progress, sinks)
+                evaluated = evaluate(session, progress, sinks, stop)
                 lap.restart()
             asked = _agreed(stop, session)
             if (asked or _due(progress.step, config.checkpoint.every)) and not skipped_in_a_row:
                 saved = _save(session, progress, sinks, stop)
                 lap.restart()
             if asked and not skipped_in_a_row:
-                sinks.write(event("stop", progress.step, f"asked to by {stop.reason}"))
-                return Ending(None, stopped=True)
-    if evaluated is None or not _due(progress.step, settings.eval_every):
-        evaluated = evaluate(session, progress, sinks)
+                return _stopped(progress, sinks, stop)
+    if progress.evaluated != progress.step:
+        evaluated = None
     if skipped_in_a_row or (evaluated is not None and not math.isfinite(evaluated)):
         raise TrainError(
             f"training ended at step {progress.step} with a loss or gradient that is not finite, so its last state was "
             f"not saved: lower optimizer.lr and go on from the newest checkpoint."
         )
     if config.checkpoint.at_end and saved != progress.step:
-        _save(session, progress, sinks, stop)
+        saved = _save(session, progress, sinks, stop)
+    if evaluated is None:  # after the save: a time limit may come in it
+        evaluated = evaluate(session, progress, sinks, stop)
+        if evaluated is not None and not math.isfinite(evaluated):
+            raise TrainError(
+                f"training ended at step {progress.step} with a validation loss that is not finite: lower optimizer.lr "
+                f"and go on from a checkpoint before that."
+            )
+        if evaluated is None and session.validation is not None:
+            if saved != progress.step:
+                _save(session, progress, sinks, stop)
+            return _stopped(progress, sinks, stop)
     return Ending(evaluated)
+
+
+def _stopped(progress: Progress, sinks: Sinks, stop: StopRequest) -> Ending:
+    sinks.write(event("stop", progress.step, f"asked to by {stop.reason}"))
+    return Ending(None, stopped=True)
 
 
 @dataclass(frozen=True)
@@ -131,8 +151,12 @@ def train_step(
     return StepLoss(mean, loss_sum.item()), result
 
 
-def evaluate(session: Session, progress: Progress, sinks: Sinks) -> float | None:
-    """Mean loss over the first `train.eval_batches` global batches of the validation part, on all ranks."""
+def evaluate(session: Session, progress: Progress, sinks: Sinks, stop: StopRequest) -> float | None:
+    """Mean loss over the first `train.eval_batches` global batches of the validation part, on all ranks.
+
+    Returns:
+        None where there is none, or when asked to stop on the way.
+    """
     data, settings, mesh = session.validation, session.config.train, session.mesh
     if data is None:
         return None
@@ -141,6 +165,8 @@ def evaluate(session: Session, progress: Progress, sinks: Sinks) -> float | None
     rounds = min(settings.eval_batches, math.ceil(data.samples / settings.global_batch))
     with mesh.meter.phase("evaluation"):
         for i in range(rounds):
+            if i and _agreed(stop, session):
+                return None
             micro_batches = data.batch(i * settings.global_batch).split(settings.micro_batch)
             totals[0] += session.pipeline.evaluate([micro_batch.to(mesh.device) for micro_batch in micro_batches])
             if mesh.pp.index == mesh.pp.size - 1:
@@ -149,6 +175,7 @@ def evaluate(session: Session, progress: Progress, sinks: Sinks) -> float | None
     loss, seconds = loss_sum / max(tokens, 1), time.perf_counter() - began
     metrics = EvalMetrics(progress.step, loss, int(tokens), seconds, session.corpus.header.entropy)
     sinks.write(metrics.record())
+    progress.evaluated = progress.step
     return float(loss)
 
 
@@ -194,7 +221,7 @@ class _Lap:
 
 
 def _agreed(stop: StopRequest, session: Session) -> bool:
-    """Whether any rank is to stop, after a step. Collective."""
+    """Whether any rank is to stop, after a step or a batch of an evaluation. Collective."""
     asked = torch.tensor([float(stop.at_boundary())], device=session.mesh.device)
     return all_reduce(asked, session.mesh.world, "max").item() > 0
 

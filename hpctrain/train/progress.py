@@ -30,12 +30,14 @@ class Progress:
         samples: global count of samples consumed.
         tokens: positions consumed over all ranks.
         skipped: steps skipped so far because something was not finite.
+        evaluated: step of the last evaluation that came to its end.
     """
 
     step: int = 0
     samples: int = 0
     tokens: int = 0
     skipped: int = 0
+    evaluated: int = 0
 
 
 def save_checkpoint(session: Session, progress: Progress) -> SaveReport:

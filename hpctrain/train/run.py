@@ -110,7 +110,7 @@ def rank_main(settings: dict[str, Any], console: bool) -> Summary:
             sinks.close()
             session.engine.close()
         entropy = session.corpus.header.entropy
-        if first:
+        if first and not ending.stopped:  # else there may be no time for it
             _picture(folder, entropy)
     return Summary(folder, progress.step, progress.step - before, ending.loss, entropy, ending.stopped, stop.outlived)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -45,9 +46,13 @@ def base(recipe: str | Path, overrides: Sequence[str], steps: int, precision: Pr
         "checkpoint.every=0",
         "checkpoint.at_end=false",
     ]
-    plain = [f"parallel.{axis}=1" for axis in ("tp", "pp", "cp", "ep", "etp")]
-    plain += ["parallel.sp=false", "sharding.stage=0", "sharding.engine=auto", "cluster.nodes=1"]
-    return load(recipe, [*plain, *overrides, *fixed])
+    return load(recipe, [*_plain("parallel"), *_plain("sharding"), "cluster.nodes=1", *overrides, *fixed])
+
+
+def _plain(section: str) -> list[str]:
+    """Every setting of a section as in the schema: what the recipe says of its own layout is put aside."""
+    defaults = getattr(RunConfig(), section).model_dump(mode="json")
+    return [f"{section}.{name}={json.dumps(value)}" for name, value in defaults.items()]
 
 
 def cases(

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 
 from hpctrain.config.schema import RunConfig
 from hpctrain.errors import LaunchError
-from hpctrain.launch.jobs import Job, wait
+from hpctrain.launch.client import SlurmError
+from hpctrain.launch.jobs import Job, cancel, wait
 from hpctrain.launch.postmortem import reasons
 from hpctrain.launch.profile import Site
 from hpctrain.launch.sbatch import Options
@@ -37,7 +38,9 @@ def spread(cases: Sequence[Case], per_node: int, folder: Path) -> tuple[Case, ..
 
 
 class Jobs:
-    """All cases in the queue at once; called for a case it waits for that one.
+    """All cases in the queue at once, as a context; called for a case it waits for that one.
+
+    However the context ends, no job is left that waits or runs, also where only some could be submitted.
 
     Args:
         cases: spread over nodes.
@@ -45,29 +48,57 @@ class Jobs:
         site: profile of the cluster.
         options: of sbatch.
         warn: takes one line of text.
-
-    Raises:
-        LaunchError: Slurm refuses one of them.
     """
 
     def __init__(
         self, cases: Sequence[Case], steps: int, site: Site, options: Options, warn: Callable[[str], None]
     ) -> None:
+        self._configs = [case.config for case in cases if not case.refused]
+        self._steps, self._site, self._options, self._warn = steps, site, options, warn
+        self._jobs: dict[str, Job] = {}
+        self._left: list[str] = []
+
+    def __enter__(self) -> Jobs:
+        """Submit them.
+
+        Raises:
+            LaunchError: Slurm refuses one.
+        """
+        try:
+            for config in self._configs:
+                self._submit(config)
+        except BaseException:
+            self._cancel()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._cancel()
+
+    def _submit(self, config: RunConfig) -> None:
         from hpctrain.verify.rank import run_in_job
 
-        self._jobs: dict[str, Job] = {}
-        for case in cases:
-            if not case.refused:
-                config = case.config
-                settings = (config.model_dump(mode="json"), steps, str(config.run_folder))
-                request = Request((config,), ((run_in_job, settings),), config.run_folder, site, options)
-                (self._jobs[config.name],) = submit(request, warn)
+        settings = (config.model_dump(mode="json"), self._steps, str(config.run_folder))
+        request = Request((config,), ((run_in_job, settings),), config.run_folder, self._site, self._options)
+        (job,) = submit(request, self._warn)
+        self._jobs[config.name] = job
+        self._left += job.ids
+
+    def _cancel(self) -> None:
+        """End what has not ended."""
+        if not self._left:
+            return
+        try:
+            cancel(self._left)
+        except SlurmError as error:
+            self._warn(f"jobs {' '.join(self._left)} may be left in the queue: {error}")
 
     def __call__(self, config: RunConfig, world: int, steps: int) -> Sequence[Share]:
         from hpctrain.verify.rank import read_shares
 
         job = self._jobs[config.name]
         (state,) = wait(job.ids, POLL_S)
+        self._left = [left for left in self._left if left not in job.ids]
         if not state.good:
             said = reasons(job.logs, state.id)
             raise LaunchError(f"{state}: {said[0] if said else f'its logs are in {job.logs}'}")

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 from hpctrain.config.schema import RunConfig
-from hpctrain.errors import HpctrainError
+from hpctrain.errors import HpctrainError, TrainError
 from hpctrain.launch.zygote import RankFailure, Zygote
 from hpctrain.train.schedule import peak_lr
 from hpctrain.verify.cases import Case
@@ -29,7 +30,7 @@ class Verdict:
         case: it.
         found: the worst difference of each kind; empty where it did not run.
         why: the tolerance is what it is.
-        error: why it did not run to its end.
+        error: why it did not run to its end, or passed over a step.
     """
 
     case: Case
@@ -42,7 +43,7 @@ class Verdict:
         return not self.error and all(finding.good for finding in self.found.values())
 
     def plain(self) -> dict[str, Any]:
-        """For JSON."""
+        """For JSON, which has no infinity: a difference that is not finite is null."""
         config = self.case.config
         return {
             "layout": self.case.text,
@@ -53,7 +54,10 @@ class Verdict:
             "ok": self.good,
             "error": self.error or None,
             "why": self.why or None,
-            **{kind: {"difference": f.worst, "where": f.where, "limit": f.limit} for kind, f in self.found.items()},
+            **{
+                kind: {"difference": _finite(f.worst), "where": f.where, "limit": _finite(f.limit)}
+                for kind, f in self.found.items()
+            },
         }
 
 
@@ -127,7 +131,7 @@ class Judge:
         except HpctrainError as error:
             return Verdict(case, error=_sentence(error))
         found = distances(got, want, peak_lr(config.optimizer, config.train))
-        return Verdict(case, findings(found, allowed), allowed.why)
+        return Verdict(case, findings(found, allowed), allowed.why, _skips(got))
 
     def _want(self, config: RunConfig) -> Trace:
         key = _key(config)
@@ -136,7 +140,7 @@ class Judge:
         return self._references[key]
 
     def _allowed(self, config: RunConfig) -> Tolerance:
-        from hpctrain.verify.compare import distances, tolerance
+        from hpctrain.verify.compare import distances, tolerance, without_gradient
         from hpctrain.verify.trace import assemble
 
         precision = config.train.precision
@@ -146,9 +150,22 @@ class Judge:
         if key not in self._measured:
             alone = _alone(config)
             trace = assemble(alone, self._local(alone, 1, self._steps))
+            if trace.skipped:
+                mend = f"lower train.loss_scale={config.train.loss_scale:g}" if precision == "fp16" else "lower the lr"
+                raise TrainError(f"{precision} cannot be judged: one process in it {_skips(trace)}; {mend}.")
             lr = peak_lr(config.optimizer, config.train)
             self._measured[key] = distances(trace, self._want(config), lr)
-        return tolerance(precision, self._measured[key])
+        return tolerance(precision, self._measured[key], without_gradient(self._want(config)))
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None
+
+
+def _skips(trace: Trace) -> str:
+    """What is wrong with a run that did not take every step."""
+    steps = ", ".join(map(str, trace.skipped))
+    return f"skipped step {steps}, in which something was not finite" if steps else ""
 
 
 def _sentence(error: HpctrainError) -> str:

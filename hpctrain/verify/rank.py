@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from hpctrain.config.schema import RunConfig
+from hpctrain.errors import LaunchError
 from hpctrain.launch.bootstrap import process_group
 from hpctrain.launch.identity import ALONE, detect
 from hpctrain.layout.layout import Layout
@@ -24,6 +26,7 @@ from hpctrain.parallel.pipeline import Pipeline
 from hpctrain.sharding.build import build_engine, takes_values
 from hpctrain.sharding.engine import Engine
 from hpctrain.telemetry.memory import available_memory
+from hpctrain.telemetry.meter import Meter
 from hpctrain.train.loop import train_step
 from hpctrain.train.schedule import learning_rate
 from hpctrain.verify.samples import global_batch
@@ -31,9 +34,27 @@ from hpctrain.verify.trace import Part, Share
 
 CPU = torch.device("cpu")
 
+PATIENCE_S = 60.0
+"""For so long an NFS client may go on believing that a file is not there (`acdirmax`)."""
 
-def run(settings: dict[str, Any], steps: int, device: torch.device = CPU) -> Share:
+POLL_S = 0.5
+
+
+def run(
+    settings: dict[str, Any],
+    steps: int,
+    device: torch.device = CPU,
+    timeout_s: float | None = None,
+    meter: Meter | None = None,
+) -> Share:
     """Train as one rank of the default process group, or alone where there is none.
+
+    Args:
+        settings: a `RunConfig` as plain data.
+        steps: optimizer steps.
+        device: where this rank computes.
+        timeout_s: of every process group; `cluster.timeout_s` by default.
+        meter: counters of this rank; new ones by default.
 
     Raises:
         ConfigError: it does not fit in memory.
@@ -43,16 +64,20 @@ def run(settings: dict[str, Any], steps: int, device: torch.device = CPU) -> Sha
     layout = Layout.of(config.parallel, world)
     sharing = 1 if device.type == "cuda" else config.cluster.gpus_per_node
     check_memory(config, layout, available_memory(device).bytes // sharing)
-    mesh = build_mesh(layout, device, replica_groups(config.model, layout))
+    mesh = build_mesh(
+        layout, device, replica_groups(config.model, layout), timeout_s or config.cluster.timeout_s, meter
+    )
     chunks, records = build_chunks(config, mesh, materialize=takes_values(config))
     engine = build_engine(chunks, records, mesh, config)
     pipeline, share = Pipeline(engine, mesh, config), Share()
     for step in range(steps):
+        mesh.meter.step = step + 1
         batch = _part(global_batch(config, step), mesh.dp.index, mesh.dp.size).to(device)
         lr = learning_rate(config.optimizer, config.train, step)
         loss, result = train_step(config, pipeline, engine, batch, lr)
         share.losses.append(loss.mean)
         share.norms.append(result.grad_norm)
+        share.skipped += [step + 1] if result.skipped else []
         if step == 0:
             scale = 1.0 / (1.0 - config.optimizer.beta1)
             share.gradients = [(n, start, values * scale) for n, start, values in _parts(engine, "exp_avg")]
@@ -65,9 +90,9 @@ def run_in_job(settings: dict[str, Any], steps: int, folder: str) -> None:
     """Train as one rank of a job, and leave the share in a file of `folder`."""
     identity = detect(os.environ) or ALONE
     config = RunConfig.model_validate(settings)
-    cluster = config.cluster
-    with process_group(identity, config.run_folder, cluster.device, cluster.timeout_s, cluster.threads) as world:
-        share = run(settings, steps, world.device)
+    cluster, home = config.cluster, config.run_folder
+    with process_group(identity, home, cluster.device, cluster.timeout_s, cluster.threads, cluster.silence_s) as world:
+        share = run(settings, steps, world.device, world.group_timeout_s, world.meter)
     path = share_file(Path(folder), identity.rank)
     part = path.with_suffix(".part")
     part.write_bytes(pickle.dumps(share))
@@ -78,13 +103,28 @@ def share_file(folder: Path, rank: int) -> Path:
     return folder / f"rank-{rank}.share"
 
 
-def read_shares(folder: Path, world: int) -> Sequence[Share]:
-    """What the ranks of a job left.
+def read_shares(folder: Path, world: int, patience_s: float = PATIENCE_S) -> Sequence[Share]:
+    """What the ranks of a job left; waits for what a shared file system does not show yet.
 
     Raises:
-        FileNotFoundError: a rank left nothing.
+        LaunchError: a rank left nothing, or nothing that can be read.
     """
-    return [pickle.loads(share_file(folder, rank).read_bytes()) for rank in range(world)]
+    deadline = time.monotonic() + patience_s
+    return [_read_share(share_file(folder, rank), rank, deadline) for rank in range(world)]
+
+
+def _read_share(path: Path, rank: int, deadline: float) -> Share:
+    while True:
+        try:
+            share: Share = pickle.loads(path.read_bytes())
+            return share
+        except (OSError, EOFError, pickle.UnpicklingError) as error:
+            if time.monotonic() >= deadline:
+                raise LaunchError(
+                    f"the job has ended, but what rank {rank} computed cannot be read from {path} "
+                    f"({type(error).__name__}): the folder must be shared by this machine and all nodes."
+                ) from None
+            time.sleep(POLL_S)
 
 
 def _part(batch: Batch, index: int, size: int) -> Batch:

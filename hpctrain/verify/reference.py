@@ -37,7 +37,7 @@ def reference(config: RunConfig, steps: int) -> Trace:
         {"params": [p for n, p in named.items() if not decays[n]], "weight_decay": 0.0},
     ]
     optimizer = torch.optim.AdamW(groups, betas=(options.beta1, options.beta2), eps=options.eps)
-    trace = Trace()
+    trace = Trace(initial={n: p.detach().clone() for n, p in named.items()})
     for step in range(steps):
         batch = global_batch(config, step)
         optimizer.zero_grad()

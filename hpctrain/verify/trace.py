@@ -27,12 +27,16 @@ class Trace:
         gradients: of the first step, after clipping: AdamW's first moment after it, over 1 - beta1. Read from there
             they are the same thing under every engine.
         weights: after the last step, in master precision.
+        skipped: steps that were not taken because something was not finite, counted from 1.
+        initial: weights before the first step; only of the reference.
     """
 
     losses: list[float] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
     gradients: dict[str, Tensor] = field(default_factory=dict)
     weights: dict[str, Tensor] = field(default_factory=dict)
+    skipped: list[int] = field(default_factory=list)
+    initial: dict[str, Tensor] = field(default_factory=dict)
 
 
 @dataclass
@@ -43,24 +47,28 @@ class Share:
     norms: list[float] = field(default_factory=list)
     gradients: list[Part] = field(default_factory=list)
     weights: list[Part] = field(default_factory=list)
+    skipped: list[int] = field(default_factory=list)
 
 
 def assemble(config: RunConfig, shares: Sequence[Share]) -> Trace:
     """One trace from the shares of all ranks.
 
     Raises:
-        TrainError: ranks disagree on a loss or a norm, or a value is missing or held by two.
+        TrainError: ranks disagree on a loss, a norm or a skipped step, or a value is missing or held by two.
     """
     first = shares[0]
     for rank, share in enumerate(shares):
         if not _same(share.losses, first.losses) or not _same(share.norms, first.norms):
             raise TrainError(f"rank {rank} and rank 0 report different losses or norms.")
+        if share.skipped != first.skipped:
+            raise TrainError(f"rank {rank} skipped steps {share.skipped}, and rank 0 {first.skipped}.")
     shapes = {spec.name: spec.shape for spec in parameter_specs(config.model)}
     return Trace(
         first.losses,
         first.norms,
         _whole("gradient", shapes, [part for share in shares for part in share.gradients]),
         _whole("weight", shapes, [part for share in shares for part in share.weights]),
+        first.skipped,
     )
 
 

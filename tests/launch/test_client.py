@@ -70,7 +70,7 @@ def test_a_command_that_hangs_is_given_up(programs: Programs) -> None:
     began = time.monotonic()
     with pytest.raises(SlurmError, match=r"^squeue has not answered in 0\.2 s, so .*: try again later\.$"):
         call(["squeue"], timeout_s=0.2)
-    with pytest.raises(SlurmError, match=r"look with squeue --me whether the job was queued all the same\.$"):
+    with pytest.raises(SlurmError, match=r"a job that it has queued all the same does nothing\.$"):
         call(["sbatch", "x"], timeout_s=0.2)
     assert time.monotonic() - began < 5
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hpctrain.launch.environment import submission_environment
+from hpctrain.launch.environment import overruled, submission_environment
 
 JOB_SCOPED = (
     *("SLURM_JOB_ID", "SLURM_JOBID", "SLURM_JOB_GPUS", "SLURM_STEP_ID", "SLURM_STEPID", "SLURM_CPU_BIND"),
@@ -37,3 +37,38 @@ def test_settings_of_the_user_stay_outside_a_job_only() -> None:
 
 def test_names_that_only_begin_alike_stay() -> None:
     assert passed("RANKING", "PMI", "SRUN", "SLURMISH") == {"RANKING", "SRUN", "SLURMISH"}
+
+
+SCRIPT = """#!/bin/bash
+#SBATCH --job-name=tiny
+#SBATCH --gres=gpu:2
+#SBATCH --mem=0
+#SBATCH --partition=batch
+#SBATCH --time='1-0'
+#SBATCH --exclusive
+#SBATCH --signal=USR2@60
+#SBATCH --requeue
+#SBATCH --open-mode=append
+#SBATCH --output=/x/slurm-%j.out
+#SBATCH --reservation=maint
+echo '#SBATCH --account=none'
+"""
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("PARTITION", "TIMELIMIT", "JOB_NAME", "EXCLUSIVE", "RESERVATION", "OUTPUT", "ERROR"),
+        *("GRES", "GPUS", "GPUS_PER_NODE", "GPUS_PER_TASK", "MEM_PER_NODE", "MEM_PER_CPU", "MEM_PER_GPU"),
+        *("NO_REQUEUE", "REQUEUE", "SIGNAL", "OPEN_MODE", "WAIT"),
+    ],
+)
+def test_what_a_script_asks_for_is_not_changed_by_defaults_of_the_user(name: str) -> None:
+    """To sbatch a variable counts more than a line of the script, and then --dry-run has shown another job."""
+    assert submission_environment({f"SBATCH_{name}": "1", "PATH": "1"}, SCRIPT) == {"PATH": "1"}
+
+
+def test_defaults_for_what_a_script_leaves_open_stay() -> None:
+    others = {f"SBATCH_{name}": "1" for name in ("ACCOUNT", "QOS", "CONSTRAINT", "EXPORT", "CPUS_PER_GPU", "ARRAY_INX")}
+    assert submission_environment(others, SCRIPT) == others
+    assert overruled("#!/bin/bash\n") == {"SBATCH_WAIT"}, "with it sbatch stays until the job has ended"

@@ -5,6 +5,7 @@ The list of such hazards with their tests is in `docs/slurm.md`.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,6 +13,7 @@ import pytest
 
 from hpctrain.lab import Cluster
 from hpctrain.launch.jobs import Job, cancel, states
+from hpctrain.launch.postmortem import reasons
 from hpctrain.launch.slurm import Request
 from tests.launch import jobs
 from tests.launch.submission import request, run_config
@@ -54,20 +56,52 @@ def test_a_job_that_is_asked_to_stop_comes_back_as_it_was(tmp_path: Path, slurm:
     assert "Traceback" not in log_of(job)
 
 
-def test_a_warning_before_the_ranks_listen_is_not_lost(tmp_path: Path, slurm: Cluster) -> None:
+@pytest.mark.parametrize("word", ["TERM", "USR2"])
+def test_a_warning_before_the_ranks_listen_is_not_lost(tmp_path: Path, slurm: Cluster, word: str) -> None:
     """In the first life before Python runs, in the second while it imports; each time twice."""
     (job,) = send(request(tmp_path, jobs.obey, str(tmp_path / "out"), 2, nodes=2))
     logs = [job.logs / job.ids[0] / f"rank-{rank}.log" for rank in (0, 1)]
     until(lambda: all(path.exists() for path in logs), 60)
     for _ in range(2):
-        slurm.run(["scancel", "--signal=USR2", job.ids[0]])
+        slurm.run(["scancel", f"--signal={word}", job.ids[0]])
     assert not (tmp_path / "out").exists(), "no rank has begun when it is warned"
     until(lambda: all(path.read_text().count(MARK) == 2 for path in logs), 60)
     for _ in range(2):
-        slurm.run(["scancel", "--signal=USR2", job.ids[0]])
+        slurm.run(["scancel", f"--signal={word}", job.ids[0]])
     assert done(*job.ids) == ["COMPLETED"], log_of(job)
     assert [life for life in begun(tmp_path / "out") if life.startswith("0.")] == ["0.0", "0.1", "0.2"]
-    assert seen(tmp_path / "out", "0.0.SIGUSR2", "0.1.SIGUSR2")()
+    assert seen(tmp_path / "out", f"0.0.SIG{word}", f"0.1.SIG{word}")()
+
+
+def test_a_job_comes_back_whose_ranks_have_no_command_of_slurm(tmp_path: Path, slurm: Cluster) -> None:
+    """As in a container. The batch script, which is outside, requeues it."""
+    image, programs = "/images/torch.sif", tmp_path / "programs"
+    programs.mkdir()
+    (programs / "apptainer").write_text(
+        f'#!/bin/bash\nwhile [ "$1" != {image} ]; do shift; done; shift\nPATH=/nowhere exec "$@"\n'
+    )
+    (programs / "apptainer").chmod(0o755)
+    profile = {
+        "container": {"kind": "apptainer", "image": image, "python": sys.executable},
+        "environment": {"PATH": f"{programs}:{slurm.environment()['PATH']}", "OMP_NUM_THREADS": "1"},
+    }
+    (job,) = send(request(tmp_path, jobs.obey, str(tmp_path / "out"), nodes=2, profile=profile))
+    until(seen(tmp_path / "out", "0.0.listens", "1.0.listens"), 60)
+    slurm.run(["scancel", "--signal=USR2", job.ids[0]])
+    assert done(*job.ids) == ["COMPLETED"], log_of(job)
+    assert begun(tmp_path / "out") == ["0.0", "0.1", "1.0", "1.1"]
+
+
+def test_a_job_that_may_not_be_requeued_says_so_at_once(tmp_path: Path, slurm: Cluster) -> None:
+    """Its nodes would be idle meanwhile."""
+    (job,) = send(request(tmp_path, jobs.obey, str(tmp_path / "out")))
+    slurm.run(["scontrol", "update", f"JobId={job.ids[0]}", "Requeue=0"])
+    until(seen(tmp_path / "out", "0.0.listens"), 60)
+    slurm.run(["scancel", "--signal=USR2", job.ids[0]])
+    assert done(*job.ids) == ["FAILED"]
+    said = (job.logs / f"slurm-{job.ids[0]}.out").read_text()
+    assert "error: the run has saved and stopped, but its job cannot be put back" in said and "trying again" not in said
+    assert reasons(job.logs, job.ids[0])[0].startswith(f"slurm-{job.ids[0]}: the run has saved and stopped")
 
 
 def test_a_cancelled_job_does_not_come_back(tmp_path: Path) -> None:

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import os
+import time
+from collections.abc import Callable
+
 import pytest
 
 from hpctrain.errors import LaunchError
 from hpctrain.launch import limit
-from hpctrain.launch.limit import TimeLimit, parse_left
+from hpctrain.launch.bootstrap import FAREWELL_S
+from hpctrain.launch.limit import END_VARIABLE, TimeLimit, parse_left, seconds_left
+
+Programs = Callable[[str, str], None]
 
 
 @pytest.mark.parametrize(
@@ -46,15 +53,15 @@ class Job:
 
 
 def test_it_is_near_when_another_step_and_save_might_not_fit() -> None:
-    job = Job(100.0)
+    job = Job(120.0)
     time = job.limit()
     assert not job.step(time, 3.0) and job.asked == 1
     assert time.saved(7.0) == ""
-    assert time.need_s == 2 * (3 + 7) + 10
+    assert time.need_s == 2 * (3 + 7) + 30
     job.now += 50  # a save: no step
-    assert not job.step(time, 3.0), "44 s are left"
+    assert not job.step(time, 3.0), "64 s are left"
     job.now += 12
-    assert not job.step(time, 1.0) and job.asked == 1, "31 s are left, and 30 would not do"
+    assert not job.step(time, 1.0) and job.asked == 1, "51 s are left, and 50 would not do"
     assert job.step(time, 1.0) and job.asked == 2
 
 
@@ -71,11 +78,11 @@ def test_an_extended_limit_is_believed() -> None:
 
 
 def test_a_warning_that_comes_too_late_is_said_once() -> None:
-    time = Job(1000.0).limit(lead_s=60.0)
+    time = Job(1000.0).limit(lead_s=80.0)
     assert time.saved(20.0) == ""
     said = time.saved(40.0)
-    assert "a step takes up to 0 s and a save 40 s, and Slurm warns 60 s before" in said
-    assert "will stop by itself 90 s before it" in said and time.saved(41.0) == ""
+    assert "a step takes up to 0 s and a save 40 s, and Slurm warns 80 s before" in said
+    assert "will stop by itself 110 s before it" in said and time.saved(41.0) == ""
     assert Job(None).limit(lead_s=1.0).saved(40.0) == "", "without a limit there is nothing to be late for"
     assert Job(10.0).limit().saved(40.0) == "", "nor where the lead is not known"
 
@@ -93,10 +100,10 @@ def test_the_first_step_of_a_life_stands_for_others_only_until_there_are_some() 
     job = Job(10_000.0)
     time = job.limit()
     job.step(time, 300.0)
-    assert time.need_s == 2 * 300 + 10
+    assert time.need_s == 2 * 300 + 30
     for seconds, longest in ((3.0, 3), (5.0, 5), (4.0, 5)):
         job.step(time, seconds)
-        assert time.need_s == 2 * longest + 10
+        assert time.need_s == 2 * longest + 30
 
 
 @pytest.mark.parametrize(("end", "of_the_limit"), [(100.0, True), (221.0, False), (None, False)])
@@ -117,7 +124,8 @@ def test_a_warning_is_the_limits_where_slurm_does_not_say() -> None:
 def test_only_a_rank_of_slurm_has_one(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
 
-    def call(command: list[str]) -> str:
+    def call(command: list[str], timeout_s: float) -> str:
+        assert timeout_s < 60, "all ranks wait for it"
         asked.append(command)
         return "1:30\n"
 
@@ -129,7 +137,7 @@ def test_only_a_rank_of_slurm_has_one(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_controller_that_is_silent_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(command: list[str]) -> str:
+    def refuse(command: list[str], timeout_s: float = 1.0) -> str:
         raise LaunchError("no answer")
 
     job = Job(20.0)
@@ -155,3 +163,33 @@ def test_a_limit_that_slurm_did_not_say_at_first_is_asked_for_again() -> None:
     assert not job.step(time, 1.0) and not answers
     assert not job.step(time, 60.0), "it is asked every two minutes"
     assert job.step(time, 60.0) and job.asked > 0
+
+
+@pytest.mark.parametrize("end", ["", "NONE", "N/A", "Unknown"])
+def test_where_no_end_is_known_slurm_must_answer(monkeypatch: pytest.MonkeyPatch, end: str) -> None:
+    monkeypatch.setenv("PATH", "/nowhere")
+    with pytest.raises(LaunchError, match="there is no squeue on PATH"):
+        seconds_left("7", end)
+
+
+def test_in_a_container_the_batch_script_has_said_when_the_end_is(
+    monkeypatch: pytest.MonkeyPatch, programs: Programs
+) -> None:
+    """Its image has no commands of Slurm, or they reach nobody."""
+    path = os.environ["PATH"]
+    job = {"SLURM_JOB_ID": "7", "SLURM_PROCID": "0", END_VARIABLE: str(int(time.time()) + 60)}
+    monkeypatch.setenv("PATH", "/nowhere")
+    assert 58 <= seconds_left("7", job[END_VARIABLE]) <= 60
+    found = TimeLimit.of_job(job)
+    assert found is not None and not found.near()
+    found = TimeLimit.of_job({**job, END_VARIABLE: str(int(time.time()) + 20)})
+    assert found is not None and found.near()
+    monkeypatch.setenv("PATH", path)
+    programs("squeue", 'echo "Unable to contact slurm controller" >&2; exit 1')
+    assert 58 <= seconds_left("7", job[END_VARIABLE]) <= 60
+    programs("squeue", "echo 5:00")
+    assert seconds_left("7", job[END_VARIABLE]) == 300, "it may have been changed"
+
+
+def test_what_is_kept_for_the_end_of_a_rank_is_enough_for_the_first_to_wait_for_the_others() -> None:
+    assert limit.SPARE_S > FAREWELL_S

@@ -55,9 +55,8 @@ def test_ranks_find_what_the_plan_says(tmp_path: Path) -> None:
     assert {r["SLURM_CPUS_PER_TASK"] for r in found} == {"2"}
     assert {str(r["code"]) for r in found} == {str(job.code / "hpctrain" / "__init__.py")}
     assert {r["cwd"] for r in found} == {str(tmp_path / "run")}
-    assert {tuple(r["handlers"]) for r in found} == {("SIG_DFL", "SIG_DFL", "hpctrain.launch.task")}, (
-        "none is submitit's"
-    )
+    ours = "hpctrain.launch.task"
+    assert {tuple(r["handlers"]) for r in found} == {(ours, "SIG_DFL", ours)}, "none is submitit's"
     assert Job.read(tmp_path / "run") == job
     assert {path.name for path in (job.logs / job.ids[0]).iterdir()} == {f"rank-{rank}.log" for rank in range(4)}
     (folder,) = (tmp_path / "run" / "jobs").iterdir()
@@ -65,6 +64,21 @@ def test_ranks_find_what_the_plan_says(tmp_path: Path) -> None:
     pickled = folder / job.ids[0] / f"{job.ids[0]}_submitted.pkl"
     assert pickle.loads(pickled.read_bytes()).args == (jobs.report, (str(out),))
     assert locate(job.ids[0], tmp_path) == (tmp_path / "run", job)
+
+
+def test_variables_of_sbatch_change_nothing_that_was_asked_for(
+    tmp_path: Path, slurm: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To sbatch they count more than what the script says."""
+    others = {"PARTITION": "high", "TIMELIMIT": "7", "NO_REQUEUE": "1", "SIGNAL": "USR1@5", "OUTPUT": "/dev/null"}
+    for name, value in {**others, "WAIT": "1", "GRES": "gpu:4", "COMMENT": "mine"}.items():
+        monkeypatch.setenv(f"SBATCH_{name}", value)
+    (job,) = send(request(tmp_path, jobs.report, str(tmp_path / "out"), profile={"sbatch": {"hold": True}}, time="3"))
+    shown = slurm.run(["scontrol", "show", "job", job.ids[0]]).stdout
+    for fact in ("Partition=batch", "TimeLimit=00:03:00", "Requeue=1", f"StdOut={job.logs}/slurm-{job.ids[0]}.out"):
+        assert fact in shown
+    assert "gres:gpu:1" in shown and "USR1" not in shown
+    cancel(job.ids)
 
 
 def test_pmix_reaches_the_ranks(tmp_path: Path) -> None:

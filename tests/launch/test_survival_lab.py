@@ -16,11 +16,16 @@ from pathlib import Path
 import pytest
 
 from hpctrain.cli import main
+from hpctrain.config.load import load
 from hpctrain.lab import Cluster, kill_node, start_node
 from hpctrain.launch.jobs import states
+from hpctrain.launch.slurm import submit as send
+from tests.launch import jobs
+from tests.launch.submission import request
 from tests.launch.training import (
     FOUR,
     STEPS,
+    TINY,
     TWO,
     build_corpus,
     ended,
@@ -149,8 +154,7 @@ def test_a_requeued_job_goes_on(
 def test_warnings_while_it_starts_twice_and_to_one_rank_alone(
     slurm: Cluster, tmp_path: Path, corpus: Path, undisturbed: Callable[..., dict[int, float]]
 ) -> None:
-    """In the first life before Python has begun; in the second to the rank that requeues nothing, again and again, so
-    also during the save."""
+    """In the first life before Python has begun; in the second to a rank that is not the first, again and again."""
     expected, run = undisturbed(*TWO), tmp_path / "run"
     job = submit(tmp_path, corpus, "run", *TWO, "checkpoint.every=0")
     logs = [run / "logs" / job / f"rank-{rank}.log" for rank in (0, 1)]
@@ -170,6 +174,27 @@ def test_warnings_while_it_starts_twice_and_to_one_rank_alone(
     until(again)
     assert ended(job) == "COMPLETED", log_of(run, job)
     assert events(run, "resume") == events(run, "stop")
+    assert losses(run) == expected
+
+
+def test_signals_during_a_save_do_not_disturb_it(
+    slurm: Cluster, tmp_path: Path, corpus: Path, undisturbed: Callable[..., dict[int, float]]
+) -> None:
+    """All ranks are in the midst of it. It comes to its end, and at the end of the next step they stop."""
+    expected, run, told = undisturbed(*TWO), tmp_path / "run", tmp_path / "told"
+    told.mkdir()
+    where = ("name=run", f"folder={tmp_path}", f"data.corpus={corpus}", f"checkpoint.every={EVERY}")
+    settings = load("gpt-tiny", (*TINY, *TWO, *where)).model_dump(mode="json")
+    made = request(tmp_path, jobs.save_when_told, settings, str(told), nodes=2)
+    (job,) = send(made, lambda text: None)[0].ids
+    until(lambda: all((told / f"{rank}.saves").exists() for rank in (0, 1)))
+    for word in ("USR2", "TERM", "USR2", "TERM"):
+        slurm.run(["scancel", f"--signal={word}", job])
+    assert states([job])[job].state == "RUNNING" and not events(run, "checkpoint")
+    (told / "go").touch()
+    assert ended(job) == "COMPLETED", log_of(run, job)
+    assert events(run, "checkpoint")[:2] == [EVERY, EVERY + 1]
+    assert events(run, "stop") == events(run, "resume") == [EVERY + 1]
     assert losses(run) == expected
 
 

@@ -91,6 +91,27 @@ def test_document_mask_is_a_byte_for_every_pair() -> None:
     assert with_mask - without == 16 * 256 * 256
 
 
+def test_what_backward_computes_again_is_there_once_however_many_micro_batches_wait() -> None:
+    """1F1B of 4 stages with 2 layers each, bf16: in the first wait 4 micro-batches, of which full recomputation keeps each
+    layer's input and what is handed on; besides there is room for one layer's other 15 widths and for 2 received."""
+    overrides = (
+        "parallel.pp=4 parallel.tp=1 model.layers=8 model.vocab=256 data.document_mask=false train.precision=bf16 "
+        "train.recompute=full train.global_batch=64 train.micro_batch=1 data.seq=256"
+    )
+    config, layout = of(overrides, 4)
+    assert config.model.ffn_width == 4 * config.model.hidden and not config.model.dropout
+    hidden = 256 * config.model.hidden * 2
+    assert estimate(config, layout).activations == (4 * (2 + 1) + 15 + 2) * hidden
+
+
+def test_a_trillion_parameters_over_64_stages() -> None:
+    """arXiv 2104.04473 trains the 1T model of table 1 on GPUs of 80 GB; 64 micro-batches keep an eighth of 2 layers'
+    inputs and of an output each, [1, 2048, 25600] in bf16."""
+    config, layout = of("train.recompute=full", 3072, "gpt-1t")
+    kept = 64 * 3 * 2048 * 25600 * 2 // 8
+    assert kept < estimate(config, layout).activations < 2 * kept
+
+
 P = 859_008
 """Parameters of gpt-tiny."""
 SHARD = -(-P // 4)

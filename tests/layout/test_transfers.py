@@ -9,7 +9,7 @@ import pytest
 from hpctrain.layout.actions import Action, Tensor, makes
 from hpctrain.layout.schedule import make_schedule
 from hpctrain.layout.timeline import Times, play
-from hpctrain.layout.transfers import WAY, Exchange, Program, Transfer, expand
+from hpctrain.layout.transfers import WAY, Exchange, Program, Transfer, expand, most_received, proofs
 from tests.layout.test_schedule import CHUNKS, LETTERS
 
 
@@ -102,3 +102,53 @@ def test_a_first_exchange_ends_with_what_is_made_or_needed_and_a_second_holds_ne
                 assert wanted[-1] or not any(wanted)
                 assert wanted[-1] or not isinstance(after, Exchange)
                 assert not (isinstance(before, Exchange) and any(wanted))
+
+
+def test_what_a_tensor_proves_by_hand() -> None:
+    """1F1B of 3: rank 0 sends its 4th input after the first gradient, the other way each gradient names its input."""
+    schedule = make_schedule("1f1b", 3, 1, 5)
+    a0, a1, g1, g2 = (
+        [Tensor(payload, stage, m) for m in range(5)]
+        for payload, stage in (("activation", 0), ("activation", 1), ("gradient", 1), ("gradient", 2))
+    )
+    forward = {a0[0]: (), a0[1]: (), a0[2]: (), a0[3]: (g1[0],), a0[4]: (g1[1],)}
+    assert proofs(schedule, expand(schedule), 1) == forward | {g2[m]: (a1[m],) for m in range(5)}
+
+
+@pytest.mark.parametrize("name", CHUNKS)
+def test_an_activation_has_arrived_when_its_gradient_has(name: str) -> None:
+    """So a rank keeps what it has sent no longer than the pass that made it; and nothing is proved twice."""
+    for stages, chunks, micro_batches in product((2, 3, 4), CHUNKS[name], (1, 3, 8)):
+        schedule = make_schedule(name, stages, chunks, micro_batches)
+        programs = expand(schedule)
+        for rank, program in enumerate(programs):
+            proved: list[Tensor] = []
+            found = proofs(schedule, programs, rank)
+            received = [transfer.tensor for transfer in transfers(program, "recv")]
+            assert sorted(found) == sorted(received)
+            for tensor in received:
+                proved += found[tensor]
+                if tensor.payload == "gradient":
+                    assert Tensor("activation", tensor.stage - 1, tensor.micro_batch) in proved
+            sent = {transfer.tensor for transfer in transfers(program, "send")}
+            assert len(proved) == len(set(proved)) and sent >= set(proved)
+
+
+@pytest.mark.parametrize("name", CHUNKS)
+def test_few_tensors_are_received_for_later(name: str) -> None:
+    found = {}
+    for stages, chunks, micro_batches in product((1, 2, 5, 8), CHUNKS[name], (1, 2, 7, 8, 16)):
+        schedule = make_schedule(name, stages, chunks, micro_batches)
+        room = most = 0
+        for rank, program in enumerate(expand(schedule)):
+            for item in program:
+                if isinstance(item, Exchange):
+                    room += sum(transfer.way == "recv" for transfer in item.transfers)
+                else:
+                    others = (t for t in schedule.needs(item) if t.stage != item.stage)
+                    room -= sum(schedule.home(t.stage) != rank for t in others)
+                most = max(most, room)
+        assert most <= most_received(stages, chunks)
+        found[stages, chunks] = max(most, found.get((stages, chunks), 0))
+    if chunks == 1:  # of schedules that only ever have one
+        assert found[2, 1] == found[8, 1] == most_received(8, 1)

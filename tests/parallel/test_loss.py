@@ -50,6 +50,7 @@ def sharded(cases):
 
 @pytest.mark.parametrize("tp", [2, 3])
 def test_equals_the_loss_of_the_whole(ranks, tp):
+    """Trap D1: the largest logit, the sum and the target are those of all ranks, also where exponentials underflow."""
     outcomes = ranks(tp + 1, sharded, CASES)[:-1]
     for i, (smoothing, z_loss, scale, dtype) in enumerate(CASES):
         logits, labels = data(scale, dtype)

@@ -40,6 +40,7 @@ def expected(name):
 @pytest.mark.parametrize("tp,dp", [(2, 1), (4, 1), (2, 2), (4, 2)])
 @pytest.mark.parametrize("name", MODELS)
 def test_equals_one_process(ranks, name, tp, dp):
+    """Trap D6: what is not cut has its gradient summed over the parts of the sequence, whatever its name."""
     config = config_of(name, tp, sp=True)
     got = assemble(config, ranks(tp * dp, run, config, tp * dp))
     assert got.gradients.keys() == got.weights.keys() == expected(name).weights.keys()

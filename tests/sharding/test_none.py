@@ -35,6 +35,7 @@ def norm_of_ones(config, world):
 
 @pytest.mark.parametrize("model", [{}, {"kv_heads": 1}, {"tied": True, "bias": True}])
 def test_norm_counts_every_parameter_once(ranks, model):
+    """Trap D7: replicas and tied weights count once."""
     for tp, dp in ((1, 1), (2, 1), (4, 1), (2, 2), (1, 2)):
         config = make_config(model=model, parallel=dict(tp=tp))
         want = math.sqrt(sum(s.numel for s in parameter_specs(config.model)))
@@ -49,6 +50,8 @@ def initial_weights(config, world):
 
 
 def test_initial_weights_do_not_depend_on_the_layout(ranks):
+    """Trap D3."""
+
     def whole(tp, world):
         config = make_config(parallel=dict(tp=tp), train=dict(precision="float32"))
         out = {s.name: torch.full(s.shape, torch.nan) for s in parameter_specs(config.model)}
@@ -73,6 +76,7 @@ def test_the_same_layout_twice_is_bit_equal(ranks, precision):
 
 @pytest.mark.parametrize("micro_batch,dp", [(1, 1), (2, 1), (8, 1), (1, 2), (2, 2), (4, 2)])
 def test_gradients_do_not_depend_on_how_the_batch_is_cut(ranks, micro_batch, dp):
+    """Trap D10: divided once, however many micro-batches and ranks there are."""
     config = make_config(train=dict(micro_batch=micro_batch), optimizer=dict(clip=0.0))
     compare(assemble(config, ranks(dp, run, config, dp)), reference(config), 1e-9)
 
@@ -95,6 +99,7 @@ def lopsided(config):
 
 
 def test_a_rank_without_valid_tokens_contributes_exactly_nothing(ranks):
+    """Trap D9: the divisor is that of all ranks, and a mean over nothing is 0 and not NaN."""
     config = make_config()
     (first, nothing), (second, also_nothing) = ranks(2, lopsided, config)
     assert first[0] > 1 and second[0] == 0.0
@@ -164,6 +169,7 @@ def replicated_in_low_precision(config):
 
 
 def test_gradients_of_shared_key_value_heads_are_summed_in_float32(ranks):
+    """Trap D23."""
     config = make_config(parallel=dict(tp=4), model=dict(kv_heads=1), train=dict(precision="bf16", micro_batch=8))
     assert ranks(4, replicated_in_low_precision, config) == [{torch.float32}] * 4
 

@@ -478,6 +478,67 @@ def test_a_run_that_has_lost_its_folder_saves_no_more(ranks, make):
     assert ranks(2, drive_without_the_folder, make(), 2) == [(6, ["step-00000003"])] * 2
 
 
+def drive_through_evaluation(config, world, rank, step, action):
+    """One life in which something happens to one rank in the first batch of the evaluation after a step."""
+    session = open_session(config, torch.device("cpu"), world)
+    progress, _ = resume(session)
+    sinks = open_sinks(config.run_folder, progress.step, print) if dist.get_rank() == 0 else Sinks([], print)
+    inner = session.pipeline.evaluate
+
+    def evaluate(micro_batches):
+        if dist.get_rank() == rank and progress.step == step:
+            action()
+        return inner(micro_batches)
+
+    session.pipeline.evaluate = evaluate
+    with StopRequest().listening() as stop:
+        ending = train(session, progress, sinks, stop)
+    sinks.close()
+    return ending.stopped, ending.loss
+
+
+def be_warned():
+    os.kill(os.getpid(), signal.SIGUSR2)
+
+
+def break_down():
+    raise ZeroDivisionError
+
+
+@pytest.mark.parametrize("step", [2, STEPS])
+def test_a_signal_in_an_evaluation_ends_it_and_the_next_life_makes_up_for_it(ranks, make, tmp_path, step):
+    config = make(train=dict(eval_every=2, eval_batches=3), checkpoint=dict(every=0))
+    config.run_folder.mkdir(parents=True)
+    undisturbed = config.model_copy(update={"folder": tmp_path / "undisturbed"})
+    ranks(2, drive, undisturbed, 2)
+    assert ranks(2, drive_through_evaluation, config, 2, 1, step, be_warned) == [(True, None)] * 2
+    assert len(evaluations(config)) == step // 2 - 1
+    kept = [path.name for path in (config.run_folder / "checkpoints").iterdir() if path.is_dir()]
+    assert kept == [f"step-{step:08}"]
+    ranks(2, drive, config, 2)
+    assert losses(config) == losses(undisturbed) and evaluations(config) == evaluations(undisturbed)
+
+
+@pytest.mark.parametrize("at_end", [True, False])
+def test_a_signal_in_the_last_evaluation_loses_no_step(ranks, make, tmp_path, at_end):
+    config = make(train=dict(eval_batches=3), checkpoint=dict(every=0, at_end=at_end))
+    config.run_folder.mkdir(parents=True)
+    undisturbed = config.model_copy(update={"folder": tmp_path / "undisturbed"})
+    ranks(2, drive, undisturbed, 2)
+    assert ranks(2, drive_through_evaluation, config, 2, 1, STEPS, be_warned) == [(True, None)] * 2
+    assert evaluations(config) == []
+    assert ranks(2, drive, config, 2) == evaluations(undisturbed) * 2 == evaluations(config) * 2
+    assert losses(config) == losses(undisturbed)
+
+
+def test_what_goes_wrong_in_the_last_evaluation_loses_no_step(ranks, make):
+    config = make(train=dict(eval_batches=3), checkpoint=dict(every=0))
+    config.run_folder.mkdir(parents=True)
+    with pytest.raises(RankFailure, match="ZeroDivisionError"):
+        ranks(1, drive_through_evaluation, config, 1, 0, STEPS, break_down)
+    assert (config.run_folder / "checkpoints" / f"step-{STEPS:08}").is_dir()
+
+
 def test_a_state_that_is_not_finite_is_never_saved(ranks, make):
     """Otherwise it would push out the last good checkpoint, and the run could not be mended."""
     config = make(train=dict(max_skipped=3, precision="float32"), checkpoint=dict(every=1, keep=1))

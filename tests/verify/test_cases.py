@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import pytest
 
 from hpctrain.errors import ConfigError
@@ -21,12 +24,32 @@ def test_bare_names_are_parallel_and_dp_counts_ranks() -> None:
         ("pp=2,stage_layers=[1,3],train.micro_batch=1", 2, ""),
     ]
     configs = [c.config for c in found]
-    assert [c.parallel.tp for c in configs] == [2, 1, 1, 1], "the recipe's own layout is put aside"
+    assert [c.parallel.tp for c in configs] == [2, 1, 1, 1]
     assert configs[2].parallel.schedule == "gpipe"
     assert (configs[3].parallel.stage_layers, configs[3].train.micro_batch) == ((1, 3), 1)
     assert [c.train.precision for c in configs] == ["float64", "float32", "float64", "float64"], "DeepSpeed has none"
     assert {(c.train.steps, c.optimizer.warmup_steps, c.optimizer.schedule) for c in configs} == {(3, 0, "constant")}
     assert [c.cluster.gpus_per_node for c in configs] == [2, 2, 4, 2]
+
+
+def test_the_layout_of_the_recipe_is_put_aside(tmp_path: Path) -> None:
+    """All of it: a schedule, chunks or stages of a pipeline that is none would refuse every other layout."""
+    parallel = dict(tp=2, sp=True, pp=2, schedule="interleaved", chunks=2, stage_layers=[1, 1, 1, 1])
+    sharding = dict(engine="deepspeed", stage=3, bucket_mib=1.0, torch_adam=False)
+    cluster = dict(nodes=2, gpus_per_node=4)
+    recipe = tmp_path / "big.yaml"
+    recipe.write_text(
+        json.dumps({"model": {"layers": 4}, "parallel": parallel, "sharding": sharding, "cluster": cluster})
+    )
+    for found in cases("tp=2;pp=2;pp=2,schedule=zb-v,chunks=2;dp=2,sharding.stage=1", recipe, [], 1, "float64"):
+        assert not found.refused and found.world == 2
+        asked = {part.partition("=")[0].rpartition(".")[2] for part in found.text.split(",")}
+        config = found.config
+        for section in (config.parallel, config.sharding):
+            assert asked >= {name for name, value in section if value != getattr(type(section)(), name)}
+        assert config.cluster.nodes == 1
+    (found,) = cases("pp=2", recipe, ["parallel.schedule=gpipe"], 1, "float64")
+    assert found.config.parallel.schedule == "gpipe", "what is asked for all layouts is not the recipe's"
 
 
 def test_a_layout_that_cannot_run_is_a_case_with_the_reason() -> None:

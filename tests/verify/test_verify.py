@@ -8,9 +8,13 @@ import pytest
 import torch
 
 from hpctrain.cli import main
-from hpctrain.verify.cases import base
+from hpctrain.config.schema import RunConfig
+from hpctrain.verify.cases import base, cases
+from hpctrain.verify.judge import Judge, Verdict
+from hpctrain.verify.rank import run
 from hpctrain.verify.reference import reference
 from hpctrain.verify.samples import global_batch
+from hpctrain.verify.trace import Share, Trace
 from tests import training
 
 SMALL = [
@@ -46,7 +50,7 @@ def test_layouts_pass_each_with_its_own_tolerance(capsys: pytest.CaptureFixture[
 def test_a_layout_that_computes_something_else_is_named(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An embedding whose parts are not summed: the ranks inherit the breakage."""
+    """An embedding whose parts are not summed: the ranks inherit the breakage. Trap D9: samples of dp count alike."""
     from hpctrain.parallel import tensor
 
     monkeypatch.setattr(tensor, "reduce_from", lambda x, axis: x)
@@ -58,6 +62,64 @@ def test_a_layout_that_computes_something_else_is_named(
     assert lines[2].split()[:4] == ["dp=2", "2", "none", "float64"] and lines[2].endswith("ok")
     assert "did not run" in lines[3] and "tp=3: parallel.tp=3: must divide model.heads=4" in out
     assert "float64: only the order of sums may differ, so 1e-09" in out
+
+
+def test_rounding_hides_nothing(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Good layouts pass. Row-parallel sums that are not made, and a stage of which nothing is updated, do not."""
+    from hpctrain.parallel import tensor
+    from hpctrain.sharding.none.engine import PlainEngine
+
+    layouts = "tp=2;pp=2,schedule=1f1b"
+    status, out, err = verify(capsys, "--layouts", layouts, "--json", "--dtype", "bf16")
+    found = json.loads(out)
+    assert status == 0 and [v["precision"] for v in found] == ["bf16"] * 2, (found, err)
+    assert all(v[kind]["limit"] <= 0.45 for v in found for kind in ("loss", "norm", "gradient", "weight"))
+
+    monkeypatch.setattr(tensor, "reduce_from", lambda x, axis: x)
+    update = PlainEngine._update
+    monkeypatch.setattr(PlainEngine, "_update", lambda self, lr: update(self, lr * (self.mesh.pp.index == 0)))
+    status, out, err = verify(capsys, "--layouts", layouts, "--json", "--dtype", "bf16")
+    assert status == 1 and "2 of 2 layouts did not pass" in err
+    tp, pp = json.loads(out)
+    assert tp["gradient"]["difference"] > tp["gradient"]["limit"]
+    assert pp["weight"]["difference"] == pytest.approx(1.0, abs=0.2) and pp["weight"]["limit"] <= 0.45
+    assert pp["gradient"]["difference"] <= pp["gradient"]["limit"]
+
+
+class Here:
+    """One process, this one, in the place of those that are forked; its runs change `train.loss_scale` where asked."""
+
+    def __init__(self, loss_scale: float | None = None) -> None:
+        self.loss_scale = loss_scale
+
+    def reference(self, config: RunConfig, steps: int) -> Trace:
+        return reference(config, steps)
+
+    def __call__(self, config: RunConfig, world: int, steps: int) -> list[Share]:
+        settings = config.model_dump(mode="json")
+        settings["train"]["loss_scale"] = self.loss_scale or config.train.loss_scale
+        return [run(settings, steps)]
+
+
+def judged(local: Here, layout: Here, *overrides: str) -> Verdict:
+    (case,) = cases("dp=1", "llama-tiny", [*SMALL, *overrides], 2, "fp16")
+    return Judge(local, 2).verdict(case, layout)  # type: ignore[arg-type]
+
+
+def test_a_precision_that_overflows_cannot_be_judged() -> None:
+    """Where the one process that measures it skips steps, a layout that skips them too would be as good."""
+    verdict = judged(Here(), Here(), "train.loss_scale=1e20")
+    assert not verdict.good and not verdict.found
+    assert verdict.error.startswith("fp16 cannot be judged: one process in it skipped step 1, 2, in which something")
+    assert verdict.error.endswith("lower train.loss_scale=1e+20.")
+
+
+def test_a_layout_that_skips_a_step_does_not_pass() -> None:
+    assert judged(Here(), Here(1024.0)).good
+    verdict = judged(Here(), Here(1e20))
+    assert verdict.error == "skipped step 1, 2, in which something was not finite" and not verdict.good
+    plain = json.loads(json.dumps(verdict.plain(), allow_nan=False))
+    assert (plain["ok"], plain["norm"]["difference"], plain["gradient"]["difference"]) == (False, None, 1.0)
 
 
 def test_the_reference_is_that_of_the_equivalence_tests() -> None:

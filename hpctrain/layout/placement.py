@@ -12,11 +12,14 @@ import math
 from dataclasses import dataclass, replace
 
 from hpctrain.config.schema import ModelConfig
-from hpctrain.layout.layout import Layout, Ranks, split
+from hpctrain.layout.layout import EXPERT_AXES, Layout, Ranks, split
 from hpctrain.layout.parameters import Cut, ParameterSpec, parameter_specs, units
 from hpctrain.layout.stages import shares_embedding, stages_of
 
 Index = tuple[int, ...]
+
+DENSE, EXPERT = ("dp", "cp"), ("edp",)
+"""Axes over which gradients of dense parameters, and of experts, are summed by an engine."""
 
 
 @dataclass(frozen=True)
@@ -40,11 +43,14 @@ class Placement:
         name: fully qualified parameter name.
         global_shape: shape of the logical tensor.
         boxes: the blocks of it that this rank holds.
-        replicas: ranks of this rank's stage and data-parallel index that hold the same boxes, ascending.
+        replicas: ranks of this rank's stage and data-parallel index (an expert's: edp index) that hold the same boxes,
+            ascending.
         partial_over: axes over whose replicas the gradient arises in parts, because each uses the parameter for
             some of the heads or for a part of the sequence. The layer that holds it makes the gradient whole
             inside autograd, so that it is complete when it is accumulated.
         tied: name of the parameter whose values this one shares and whose owner is on another stage, if any.
+        reduced_over: axes over which an engine sums the gradient: the ranks that hold the same boxes and see other
+            tokens.
     """
 
     name: str
@@ -53,6 +59,7 @@ class Placement:
     replicas: Ranks
     partial_over: tuple[str, ...] = ()
     tied: str | None = None
+    reduced_over: tuple[str, ...] = DENSE
 
     @property
     def local_shape(self) -> Index:
@@ -102,6 +109,8 @@ def tp_sizes(model: ModelConfig, ranks: int) -> list[int]:
 
 def place(spec: ParameterSpec, model: ModelConfig, layout: Layout, rank: int) -> Placement:
     """The record of one parameter on one rank."""
+    if "experts" in spec.cuts:
+        return _place_experts(spec, layout, rank)
     tp = layout.coordinates(rank)["tp"]
     start, shape, copies = [0] * len(spec.shape), list(spec.shape), layout.tp
     for dim, cut in enumerate(spec.cuts):
@@ -115,6 +124,19 @@ def place(spec: ParameterSpec, model: ModelConfig, layout: Layout, rank: int) ->
     partial = ("tp",) if copies > 1 and (layout.sp or any(spec.cuts)) else ()
     box = Box(tuple(start), (0,) * len(shape), tuple(shape))
     return Placement(spec.name, spec.shape, (box,), replicas, partial)
+
+
+def _place_experts(spec: ParameterSpec, layout: Layout, rank: int) -> Placement:
+    """Of a parameter that all experts of a layer have: some of them by ep, of each some columns by etp.
+
+    A rank sees the tokens of all ranks of its ep and etp groups, so its gradient is whole but for those of edp.
+    """
+    at = layout.coordinates(rank, EXPERT_AXES)
+    start, shape = [0] * len(spec.shape), list(spec.shape)
+    for dim, axis in ((dim, {"experts": "ep", "expert_ffn": "etp"}[cut]) for dim, cut in enumerate(spec.cuts) if cut):
+        start[dim], shape[dim] = split(spec.shape[dim], getattr(layout, axis), at[axis])
+    box = Box(tuple(start), (0,) * len(shape), tuple(shape))
+    return Placement(spec.name, spec.shape, (box,), (rank,), reduced_over=EXPERT)
 
 
 def placements(model: ModelConfig, layout: Layout, rank: int) -> dict[str, Placement]:

@@ -207,7 +207,7 @@ def test_many_small_low_precision_gradients_are_not_lost(ranks):
 def accumulate_in_bf16():
     mesh = make_mesh(make_config(), 1)
     p = torch.nn.Parameter(torch.zeros(4, dtype=torch.bfloat16))
-    buckets = GradientBuckets([p], torch.float32, mesh.loss, 1 << 20, overlap=True)
+    buckets = GradientBuckets({p: mesh.loss}, torch.float32, 1 << 20, overlap=True)
     buckets.begin(1024)
     naive = torch.zeros(4, dtype=torch.bfloat16)
     for _ in range(1024):

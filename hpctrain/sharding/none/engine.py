@@ -6,6 +6,7 @@ accumulate and reduce gradients in float32; fp16 scales the loss.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 
@@ -24,7 +25,7 @@ from hpctrain.parallel.precision import COMPUTE, master
 from hpctrain.parallel.ticket import Ticket
 from hpctrain.sharding.engine import Engine, StepResult
 from hpctrain.sharding.none.buckets import GradientBuckets
-from hpctrain.sharding.norm import clip_factor, global_norm, sum_of_squares
+from hpctrain.sharding.norm import GradientNorm, clip_factor
 from hpctrain.sharding.scaler import LossScale
 from hpctrain.sharding.state import KINDS, MOMENTS, WEIGHT, Piece, StateReader, balance, region
 
@@ -48,16 +49,14 @@ class PlainEngine(Engine):
             self.masters = {name: p.detach() for name, p in self.working.items()}
         self.scale = LossScale(config.train.loss_scale, dynamic=precision == "fp16")
         self.buckets = GradientBuckets(
-            [p for p in self.working.values() if p.requires_grad],
+            {p: mesh.reduction(records[n]) for n, p in self.working.items() if p.requires_grad},
             master(precision),
-            mesh.loss,
             int(config.sharding.bucket_mib * 2**20),
             config.train.overlap,
         )
         gradients = self.buckets.gradients()
         self.gradients = {name: gradients[p] for name, p in self.working.items() if p in gradients}
-        owned = [records[name].owner == mesh.rank for name in self.gradients]
-        self.counted = torch.tensor(owned, dtype=torch.bool, device=mesh.device)
+        self.norm = GradientNorm({n: records[n] for n in self.gradients}, mesh, experts=config.model.moe is not None)
         self.clip = options.clip
         trained = {name: self.masters[name] for name in self.gradients}
         self.optimizer = _adamw(trained, {s.name: s.decay for s in parameter_specs(config.model)}, options)
@@ -83,8 +82,7 @@ class PlainEngine(Engine):
 
     def step(self, lr: float, loss_finite: bool = True) -> StepResult:
         self.buckets.finish()
-        squares = sum_of_squares(list(self.gradients.values()), self.counted)
-        norm = global_norm(squares, self.mesh.model) / self.scale.value
+        norm = self.norm.of(list(self.gradients.values())) / self.scale.value
         if loss_finite and math.isfinite(norm):
             factor = clip_factor(norm, self.clip) / self.scale.value
             if factor != 1.0:
@@ -107,12 +105,13 @@ class PlainEngine(Engine):
         return self.working[name].detach()
 
     def pieces(self) -> Iterator[Piece]:
-        owned = [record for record in self.records.values() if record.owner == self.mesh.rank]
-        writers = balance([self.masters[record.name].numel() for record in owned], self.mesh.loss.size)
-        for record, writer in zip(owned, writers):
-            if writer == self.mesh.loss.index:
-                for kind in KINDS:
-                    for box in record.boxes:
+        for axis in (self.mesh.loss, self.mesh.edp):
+            held = [record for record in self.records.values() if self.mesh.reduction(record) is axis]
+            owned = [record for record in held if record.owner == self.mesh.rank]
+            writers = balance([self.masters[record.name].numel() for record in owned], axis.size)
+            for record, writer in zip(owned, writers):
+                if writer == axis.index:
+                    for kind, box in itertools.product(KINDS, record.boxes):
                         yield self._piece(record, kind, box)
 
     def scalars(self) -> dict[str, float]:

@@ -17,7 +17,7 @@ from hpctrain.parallel.comm import (
     Axis,
     all_gather,
     all_reduce_,
-    start_all_to_all,
+    start_exchange_rows,
     start_gather_rows,
     start_reduce_scatter,
     start_scatter_rows,
@@ -93,20 +93,20 @@ Sizes = Sequence[int]
 """Rows of each rank of an axis."""
 
 
-class _AllToAll(torch.autograd.Function):
+class _ExchangeRows(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, sends: Sizes, receives: Sizes, axis: Axis) -> Tensor:
         ctx.sends, ctx.receives, ctx.axis = sends, receives, axis
-        return start_all_to_all(x, sends, receives, axis).wait()
+        return start_exchange_rows(x, sends, receives, axis).wait()
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        return start_all_to_all(grads[0], ctx.receives, ctx.sends, ctx.axis).wait(), None, None, None
+        return start_exchange_rows(grads[0], ctx.receives, ctx.sends, ctx.axis).wait(), None, None, None
 
 
-def all_to_all(x: Tensor, sends: Sizes, receives: Sizes, axis: Axis) -> Tensor:
-    """in: rows for every rank, out: rows from every rank, as `start_all_to_all`; backward: the way back."""
-    return x if axis.size == 1 else _AllToAll.apply(x, sends, receives, axis)  # type: ignore[no-any-return, no-untyped-call]
+def exchange_rows(x: Tensor, sends: Sizes, receives: Sizes, axis: Axis) -> Tensor:
+    """in: rows for every rank, out: rows from every rank, as `start_exchange_rows`; backward: the way back."""
+    return x if axis.size == 1 else _ExchangeRows.apply(x, sends, receives, axis)  # type: ignore[no-any-return, no-untyped-call]
 
 
 class _GatherRows(torch.autograd.Function):

@@ -208,7 +208,7 @@ def start_reduce_scatter(part: Callable[[int], Tensor], axis: Axis) -> Pending[T
     return Pending(axis.meter, begun, works, total)
 
 
-def start_all_to_all(x: Tensor, sends: Sequence[int], receives: Sequence[int], axis: Axis) -> Pending[Tensor]:
+def start_exchange_rows(x: Tensor, sends: Sequence[int], receives: Sequence[int], axis: Axis) -> Pending[Tensor]:
     """Begin to send rows (of dim 0) to every rank of the axis, to each as many as it is to have; there may be none.
 
     Args:

@@ -20,8 +20,8 @@ from hpctrain.layout.layout import split
 from hpctrain.model.moe import by_expert, combine, slots_of
 from hpctrain.model.router import Capacity, Router, Routing
 from hpctrain.model.transformer import Transformer
-from hpctrain.parallel.autograd import all_rows, all_to_all, gather_rows, own_rows, reduce_from, scatter_rows, shared
-from hpctrain.parallel.comm import Axis, all_gather, all_reduce, start_all_to_all
+from hpctrain.parallel.autograd import all_rows, exchange_rows, gather_rows, own_rows, reduce_from, scatter_rows, shared
+from hpctrain.parallel.comm import Axis, all_gather, all_reduce, start_exchange_rows
 from hpctrain.parallel.mesh import Mesh
 from hpctrain.parallel.tensor import SEQ
 
@@ -93,19 +93,19 @@ class ExpertDispatch(nn.Module):
 
     def _travel(self, rows: Tensor, experts: nn.Module, route: Route) -> Tensor:
         """Rows in the order of experts through these, wherever they are, and back to where they were."""
-        rows = all_to_all(rows, route.sends, route.receives, self.ep)
+        rows = exchange_rows(rows, route.sends, route.receives, self.ep)
         rows = gather_rows(rows, route.held, self.etp)
         rows = _reorder(rows, route.order, back=False)
         rows = experts(rows, route.counts)
         rows = _reorder(rows, route.order, back=True)
         rows = scatter_rows(rows, route.held, self.etp)
-        return all_to_all(rows, route.receives, route.sends, self.ep)
+        return exchange_rows(rows, route.receives, route.sends, self.ep)
 
     @torch.no_grad()
     def _route(self, counts: Tensor) -> Route:
         """From the rows [experts] that this rank has for each expert of the layer. Collective over ep and etp."""
         mine, ones = counts.view(self.ep.size, -1), [1] * self.ep.size
-        coming = start_all_to_all(mine, ones, ones, self.ep).wait()
+        coming = start_exchange_rows(mine, ones, ones, self.ep).wait()
         every = torch.stack(all_gather(coming, self.etp))
         sizes = torch.cat([mine.sum(1), coming.sum(1), every.sum((1, 2))]).tolist()  # one wait for the device
         sends, receives, held = sizes[: len(ones)], sizes[len(ones) : 2 * len(ones)], sizes[2 * len(ones) :]

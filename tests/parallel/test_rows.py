@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from hpctrain.parallel import comm
-from hpctrain.parallel.autograd import all_rows, all_to_all, gather_rows, own_rows, scatter_rows
+from hpctrain.parallel.autograd import all_rows, exchange_rows, gather_rows, own_rows, scatter_rows
 from hpctrain.parallel.comm import Axis
 from hpctrain.telemetry.meter import Meter
 
@@ -32,7 +32,7 @@ def pairs(axis, counts, width):
     sends, receives = counts[axis.index], [row[axis.index] for row in counts]
     sizes, whole = counts[0], sum(counts[0])
     return {
-        "all_to_all": (lambda x: all_to_all(x, sends, receives, axis), "part", sum(sends), "part"),
+        "exchange_rows": (lambda x: exchange_rows(x, sends, receives, axis), "part", sum(sends), "part"),
         "gather_rows": (lambda x: gather_rows(x, sizes, axis), "part", sizes[axis.index], "part"),
         "scatter_rows": (lambda x: scatter_rows(x, sizes, axis), "part", whole, "part"),
         "own_rows": (lambda x: own_rows(x, sizes, axis), "once", whole, "part"),
@@ -96,8 +96,8 @@ def arrivals(counts, direct):
     rows = [(me, to, place) for to, count in enumerate(sends) for place in range(count)]
     x = torch.tensor(rows, dtype=torch.int64).view(-1, 3)
     receives = [row[me] for row in counts]
-    came = comm.start_all_to_all(x, sends, receives, axis).wait()
-    back = comm.start_all_to_all(came, receives, sends, axis).wait()
+    came = comm.start_exchange_rows(x, sends, receives, axis).wait()
+    back = comm.start_exchange_rows(came, receives, sends, axis).wait()
     own = x.new_full((counts[0][me], 3), me)
     gathered = comm.start_gather_rows(own, counts[0], axis).wait()
     summed = comm.start_scatter_rows(gathered * (me + 1), counts[0], axis).wait()

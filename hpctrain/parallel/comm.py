@@ -207,6 +207,26 @@ def start_reduce_scatter(part: Callable[[int], Tensor], axis: Axis) -> Pending[T
     return Pending(axis.meter, begun, works, total)
 
 
+def start_all_to_all(t: Tensor, axis: Axis) -> Pending[Tensor]:
+    """Begin to send `t[i]` to rank i of the axis, and to receive from it what becomes row i of the result.
+
+    Args:
+        t: [size of the axis, ...], equally shaped on all ranks.
+    """
+    t = t.contiguous()
+    assert t.shape[0] == axis.size, (t.shape, axis.size)
+    if axis.size == 1:
+        return ready(t, axis)
+    begun = axis.begin("all_to_all", _nbytes(t))
+    out = torch.empty_like(t)
+    if axis.direct:
+        out[axis.index] = t[axis.index]
+        works = [work for i in axis.others for work in _trade(t[i], out[i], i, axis)]
+    else:
+        works = [dist.all_to_all_single(out, t, group=axis.group, async_op=True)]
+    return Pending(axis.meter, begun, works, lambda: out)
+
+
 def all_reduce_(t: Tensor, axis: Axis, op: str = "sum") -> Tensor:
     """Sum (or maximum) over the axis, in place."""
     return start_all_reduce_(t, axis, op).wait()

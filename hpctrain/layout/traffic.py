@@ -48,6 +48,8 @@ def wire(operation: str, payload: int, ranks: int) -> float:
             "all_reduce": 2 * (ranks - 1) / ranks,
             "all_gather": ranks - 1,
             "reduce_scatter": (ranks - 1) / ranks,
+            "all_to_all": (ranks - 1) / ranks,
+            "send": 1,
         }[operation]
     )
 

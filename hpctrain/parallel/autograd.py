@@ -17,6 +17,7 @@ from hpctrain.parallel.comm import (
     Axis,
     all_gather,
     all_reduce_,
+    start_all_to_all,
     start_exchange_rows,
     start_gather_rows,
     start_reduce_scatter,
@@ -70,6 +71,30 @@ class _OwnPart(torch.autograd.Function):
 def own_part(x: Tensor, axis: Axis, dim: int) -> Tensor:
     """in: replicated, out: sharded along `dim`; backward: sharded in, gathered to replicated."""
     return x if axis.size == 1 else _OwnPart.apply(x, axis, dim)  # type: ignore[no-any-return, no-untyped-call]
+
+
+class _Reshard(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: Axis, split: int, join: int) -> Tensor:
+        ctx.axis, ctx.split, ctx.join = axis, split, join
+        return _trade_parts(x, axis, split, join)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return _trade_parts(grads[0], ctx.axis, ctx.join, ctx.split), None, None, None
+
+
+def _trade_parts(x: Tensor, axis: Axis, split: int, join: int) -> Tensor:
+    parts = start_all_to_all(torch.stack(x.chunk(axis.size, split)), axis).wait()
+    return torch.cat(parts.unbind(), join)
+
+
+def reshard(x: Tensor, axis: Axis, split: int, join: int) -> Tensor:
+    """in: sharded along dim `join`, out: sharded along dim `split`, by an all-to-all; backward: the other way round.
+
+    The axis divides `split`.
+    """
+    return x if axis.size == 1 else _Reshard.apply(x, axis, split, join)  # type: ignore[no-any-return, no-untyped-call]
 
 
 class _Shared(torch.autograd.Function):

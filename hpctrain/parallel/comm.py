@@ -208,12 +208,22 @@ def start_reduce_scatter(part: Callable[[int], Tensor], axis: Axis) -> Pending[T
     return Pending(axis.meter, begun, works, total)
 
 
+def start_all_to_all(t: Tensor, axis: Axis) -> Pending[Tensor]:
+    """Begin to send `t[i]` to rank i of the axis, and to receive from it what becomes row i of the result.
+
+    Args:
+        t: [size of the axis, ...], equally shaped on all ranks.
+    """
+    ones = [1] * axis.size
+    return start_exchange_rows(t, ones, ones, axis)
+
+
 def start_exchange_rows(x: Tensor, sends: Sequence[int], receives: Sequence[int], axis: Axis) -> Pending[Tensor]:
-    """Begin to send rows (of dim 0) to every rank of the axis, to each as many as it is to have; there may be none.
+    """Begin to send rows (of dim 0) to every rank of the axis, to each its own number of them.
 
     Args:
         x: the rows for rank 0 of the axis, then those for rank 1, and so on.
-        sends: how many go to each rank; this rank is one of them.
+        sends: how many go to each rank, this one included.
         receives: how many come from each.
 
     Returns:
@@ -223,7 +233,7 @@ def start_exchange_rows(x: Tensor, sends: Sequence[int], receives: Sequence[int]
     if axis.size == 1:
         return ready(x, axis)
     begun = axis.begin("all_to_all", _nbytes(x))
-    return _swap(x.contiguous().split(list(sends)), receives, axis, begun)
+    return _swap(x.contiguous(), sends, receives, axis, begun)
 
 
 def start_gather_rows(x: Tensor, sizes: Sequence[int], axis: Axis) -> Pending[Tensor]:
@@ -232,7 +242,7 @@ def start_gather_rows(x: Tensor, sizes: Sequence[int], axis: Axis) -> Pending[Te
     if axis.size == 1:
         return ready(x, axis)
     begun = axis.begin("all_gather", _nbytes(x))
-    return _swap([x.contiguous()] * axis.size, sizes, axis, begun)
+    return _swap(x.contiguous(), None, sizes, axis, begun)
 
 
 def start_scatter_rows(x: Tensor, sizes: Sequence[int], axis: Axis) -> Pending[Tensor]:
@@ -241,20 +251,24 @@ def start_scatter_rows(x: Tensor, sizes: Sequence[int], axis: Axis) -> Pending[T
     if axis.size == 1:
         return ready(x, axis)
     begun, own = axis.begin("reduce_scatter", _nbytes(x)), sizes[axis.index]
-    coming = _swap(x.contiguous().split(list(sizes)), [own] * axis.size, axis, begun)
+    coming = _swap(x.contiguous(), sizes, [own] * axis.size, axis, begun)
     return Pending(axis.meter, None, [], lambda: coming.wait().view(axis.size, own, *x.shape[1:]).sum(0))
 
 
-def _swap(parts: Sequence[Tensor], receives: Sequence[int], axis: Axis, begun: Collective) -> Pending[Tensor]:
-    """Begin to send rank i of the axis the rows `parts[i]`, contiguous, and to receive `receives[i]` from it."""
-    out = parts[0].new_empty((sum(receives), *parts[0].shape[1:]))
+def _swap(
+    x: Tensor, sends: Sequence[int] | None, receives: Sequence[int], axis: Axis, begun: Collective
+) -> Pending[Tensor]:
+    """Begin to send each rank its rows of x, or all of them where `sends` is None, and to receive as many as said."""
+    out = x.new_empty((sum(receives), *x.shape[1:]))
     if axis.direct:
+        parts = [x] * axis.size if sends is None else x.split(list(sends))
         into = out.split(list(receives))
         into[axis.index].copy_(parts[axis.index])
         works = [work for i in axis.others for work in _trade(parts[i], into[i], i, axis)]
     else:
-        sends = [len(part) for part in parts]
-        works = [dist.all_to_all_single(out, torch.cat(list(parts)), list(receives), sends, axis.group, async_op=True)]
+        whole = torch.cat([x] * axis.size) if sends is None else x
+        sizes = [len(x)] * axis.size if sends is None else list(sends)
+        works = [dist.all_to_all_single(out, whole, list(receives), sizes, axis.group, async_op=True)]
     return Pending(axis.meter, begun, works, lambda: out)
 
 

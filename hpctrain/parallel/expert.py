@@ -21,7 +21,7 @@ from hpctrain.model.moe import by_expert, combine, slots_of
 from hpctrain.model.router import Capacity, Router, Routing
 from hpctrain.model.transformer import Transformer
 from hpctrain.parallel.autograd import all_rows, exchange_rows, gather_rows, own_rows, reduce_from, scatter_rows, shared
-from hpctrain.parallel.comm import Axis, all_gather, all_reduce, start_exchange_rows
+from hpctrain.parallel.comm import Axis, all_gather, all_reduce, start_all_to_all
 from hpctrain.parallel.mesh import Mesh
 from hpctrain.parallel.tensor import SEQ
 
@@ -104,11 +104,11 @@ class ExpertDispatch(nn.Module):
     @torch.no_grad()
     def _route(self, counts: Tensor) -> Route:
         """From the rows [experts] that this rank has for each expert of the layer. Collective over ep and etp."""
-        mine, ones = counts.view(self.ep.size, -1), [1] * self.ep.size
-        coming = start_exchange_rows(mine, ones, ones, self.ep).wait()
+        mine, n = counts.view(self.ep.size, -1), self.ep.size
+        coming = start_all_to_all(mine, self.ep).wait()
         every = torch.stack(all_gather(coming, self.etp))
         sizes = torch.cat([mine.sum(1), coming.sum(1), every.sum((1, 2))]).tolist()  # one wait for the device
-        sends, receives, held = sizes[: len(ones)], sizes[len(ones) : 2 * len(ones)], sizes[2 * len(ones) :]
+        sends, receives, held = sizes[:n], sizes[n : 2 * n], sizes[2 * n :]
         return Route(sends, receives, held, _order(every.flatten(0, 1), sum(held)), every.sum((0, 1)))
 
     def _even_route(self, number: int, rows: int, device: torch.device) -> Route:

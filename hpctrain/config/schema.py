@@ -102,8 +102,8 @@ class ParallelConfig(Section):
         None, description="Layers of each of the pp x chunks virtual stages; null splits them evenly."
     )
     cp: Count = Field(1, description="Context parallelism: the sequence is split. Not in this version.")
-    ep: Count = Field(1, description="Expert parallelism. Not in this version.")
-    etp: Count = Field(1, description="Tensor parallelism inside an expert: 1 or tp. Not in this version.")
+    ep: Count = Field(1, description="Expert parallelism: the experts of a layer are spread over the ranks of a stage.")
+    etp: Count = Field(1, description="Tensor parallelism inside an expert: 1 or tp.")
 
 
 class OffloadConfig(Section):

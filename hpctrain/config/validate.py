@@ -14,6 +14,7 @@ from hpctrain.errors import ConfigError
 from hpctrain.layout.layout import Layout
 from hpctrain.layout.placement import misfit, tp_sizes
 from hpctrain.layout.schedule import ZERO_BUBBLE, make_schedule
+from hpctrain.layout.stages import stages
 
 Rule = Callable[[RunConfig], None]
 LayoutRule = Callable[[RunConfig, Layout], None]
@@ -33,9 +34,8 @@ def validate(config: RunConfig, world: int) -> None:
 
 
 def _available(config: RunConfig) -> None:
-    for axis, name in {"cp": "context", "ep": "expert", "etp": "expert tensor"}.items():
-        if (size := getattr(config.parallel, axis)) > 1:
-            _refuse(f"parallel.{axis}", size, f"{name} parallelism is not available in this version", "use 1")
+    if (size := config.parallel.cp) > 1:
+        _refuse("parallel.cp", size, "context parallelism is not available in this version", "use 1")
     if config.engine == "fsdp":
         _refuse("sharding.engine", "fsdp", "is not available in this version", "use deepspeed with sharding.stage=3")
 
@@ -167,6 +167,31 @@ def _pipeline(config: RunConfig) -> None:
         _refuse("parallel.stage_layers", list(sizes), reason, "give every other stage at least 1")
 
 
+def _expert_parallel(config: RunConfig, layout: Layout) -> None:
+    model, stage, world = config.model, config.sharding.stage, layout.world // layout.pp
+    if model.moe is None:
+        for axis in ("ep", "etp"):
+            if (size := getattr(layout, axis)) > 1:
+                _refuse(f"parallel.{axis}", size, "splits experts, and the model has none (model.moe)", "use 1")
+        return
+    if model.moe.experts % layout.ep:
+        allowed = _either(ep for ep in _divisors(model.moe.experts) if world % (ep * layout.etp) == 0)
+        _refuse("parallel.ep", layout.ep, f"must divide model.moe.experts={model.moe.experts}", f"use {allowed}")
+    if model.expert_width % layout.etp:
+        _refuse("parallel.etp", layout.etp, f"must divide the width of an expert, {model.expert_width}", "use 1")
+    if config.engine != "deepspeed" or layout.ep * layout.etp == layout.tp:
+        return
+    if stage == 3:
+        reason = "shards parameters over dp x cp, and DeepSpeed shards none over edp, where experts lie"
+        fix = f"use 1 or 2, or parallel.ep={layout.tp // layout.etp}, with which the two are the same"
+        _refuse("sharding.stage", 3, reason, fix)
+    bare = [s.index for s in stages(model, layout) if not any(model.routed(layer) for layer in s.layers)]
+    homes = {s.home for s in stages(model, layout) if s.index not in bare}
+    if len(homes) < layout.pp:
+        reason = "leaves a rank of the pipeline without experts, and DeepSpeed takes the norm of as many kinds everywhere"
+        _refuse("parallel.pp", layout.pp, reason, "use sharding.stage=0, or a smaller model.moe.dense_layers")
+
+
 def _sequence_parallel(config: RunConfig, layout: Layout) -> None:
     seq, tp = config.data.seq, layout.tp
     if not layout.sp:
@@ -203,7 +228,7 @@ RULES: tuple[Rule, ...] = (
     _evaluation,
     _checkpoints,
 )
-LAYOUT_RULES: tuple[LayoutRule, ...] = (_tensor_parallel, _sequence_parallel, _batch)
+LAYOUT_RULES: tuple[LayoutRule, ...] = (_tensor_parallel, _expert_parallel, _sequence_parallel, _batch)
 
 
 def _refuse(path: str, value: object, allowed: str, fix: str = "") -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from contextlib import ExitStack
 from typing import Any
 
@@ -22,6 +22,7 @@ from hpctrain.parallel.precision import COMPUTE
 from hpctrain.parallel.ticket import Ticket
 from hpctrain.sharding.deepspeed import ops, patches, state
 from hpctrain.sharding.deepspeed.config import deepspeed_config
+from hpctrain.sharding.deepspeed.experts import GROUP, forget_experts, shard_experts
 from hpctrain.sharding.deepspeed.gather import make_fetchable
 from hpctrain.sharding.deepspeed.groups import MeshUnit
 from hpctrain.sharding.deepspeed.initial import InitialValues, make_hollow
@@ -93,6 +94,11 @@ class DeepSpeedEngine(Engine):
             # DeepSpeed counts a parameter in the norm if it carries this flag or the rank is the first of tp,
             # who owns whatever it holds.
             parameter.tensor_model_parallel = records[name].owner == mesh.rank  # type: ignore[attr-defined]
+        # Where edp is dp x cp experts are parameters as others are.
+        apart = {n for n in self._named if mesh.reduction(records[n]).ranks != mesh.loss.ranks}
+        if apart:
+            assert config.model.moe is not None
+            shard_experts(root, [self._named[n] for n in apart], config.model.moe.experts, mesh)
         self._unit = MeshUnit(mesh)
         with ExitStack() as stack:
             stack.enter_context(warnings.catch_warnings())
@@ -104,7 +110,7 @@ class DeepSpeedEngine(Engine):
                 model=root,
                 config=settings,
                 mpu=self._unit,
-                model_parameters=_groups(self._named, config),
+                model_parameters=_groups(self._named, config, apart),
                 dist_init_required=False,
             )
         patches.skip_all_non_finite(self._zero, self._stage)
@@ -171,6 +177,7 @@ class DeepSpeedEngine(Engine):
         self._counted.close()
         self._engine.destroy()
         patches.forget(self._unit, self._engine.module)
+        forget_experts()
 
 
 def load_deepspeed(device: torch.device) -> Any:
@@ -198,11 +205,12 @@ def load_deepspeed(device: torch.device) -> Any:
     return deepspeed
 
 
-def _groups(named: Mapping[str, nn.Parameter], config: RunConfig) -> list[dict[str, Any]]:
-    """The parameters with and without weight decay."""
+def _groups(named: Mapping[str, nn.Parameter], config: RunConfig, apart: Set[str]) -> list[dict[str, Any]]:
+    """The parameters with and without weight decay, and experts whose state is sharded over other ranks."""
     decays = {spec.name for spec in parameter_specs(config.model) if spec.decay}
-    groups = [
-        {"params": [p for n, p in named.items() if n in decays], "weight_decay": config.optimizer.weight_decay},
-        {"params": [p for n, p in named.items() if n not in decays], "weight_decay": 0.0},
-    ]
+    groups: list[dict[str, Any]] = []
+    for decay, of_expert in ((True, False), (False, False), (True, True)):
+        chosen = [p for n, p in named.items() if (n in decays) == decay and (n in apart) == of_expert]
+        group = {"params": chosen, "weight_decay": config.optimizer.weight_decay if decay else 0.0}
+        groups.append(group | {"moe": True, "name": GROUP} if of_expert else group)
     return [group for group in groups if group["params"]]

@@ -185,9 +185,8 @@ def _expert_parallel(config: RunConfig, layout: Layout) -> None:
         reason = "shards parameters over dp x cp, and DeepSpeed shards none over edp, where experts lie"
         fix = f"use 1 or 2, or parallel.ep={layout.tp // layout.etp}, with which the two are the same"
         _refuse("sharding.stage", 3, reason, fix)
-    bare = [s.index for s in stages(model, layout) if not any(model.routed(layer) for layer in s.layers)]
-    homes = {s.home for s in stages(model, layout) if s.index not in bare}
-    if len(homes) < layout.pp:
+    with_experts = {s.home for s in stages(model, layout) if any(model.routed(layer) for layer in s.layers)}
+    if len(with_experts) < layout.pp:
         reason = "leaves a rank of the pipeline without experts, and DeepSpeed takes the norm of as many kinds everywhere"
         _refuse("parallel.pp", layout.pp, reason, "use sharding.stage=0, or a smaller model.moe.dense_layers")
 

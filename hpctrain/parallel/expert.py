@@ -20,7 +20,7 @@ from hpctrain.layout.layout import split
 from hpctrain.model.moe import by_expert, combine, slots_of
 from hpctrain.model.router import Capacity, Router, Routing
 from hpctrain.model.transformer import Transformer
-from hpctrain.parallel.autograd import all_rows, exchange_rows, gather_rows, own_rows, reduce_from, scatter_rows, shared
+from hpctrain.parallel.autograd import all_rows, exchange_rows, gather_rows, own_rows, scatter_rows, shared
 from hpctrain.parallel.comm import Axis, all_gather, all_reduce, start_all_to_all
 from hpctrain.parallel.mesh import Mesh
 from hpctrain.parallel.tensor import SEQ
@@ -36,7 +36,9 @@ def apply_expert_parallelism(model: Transformer, mesh: Mesh, sequence: bool) -> 
     """
     for _, layer in model.numbered_layers():
         if layer.moe is not None:
-            layer.moe.dispatch = ExpertDispatch(mesh.alone if sequence else mesh.tp, mesh.ep, mesh.etp)
+            if mesh.tp.size > 1 or mesh.ep.size > 1:
+                number = len(layer.moe.experts.down)
+                layer.moe.dispatch = ExpertDispatch(mesh.alone if sequence else mesh.tp, mesh.ep, mesh.etp, number)
             if sequence:
                 layer.moe.router = SequenceRouter(layer.moe.router, mesh.tp)
 
@@ -65,11 +67,12 @@ class ExpertDispatch(nn.Module):
         tp: the ranks that hold the same tokens.
         ep: those that hold other experts, or other columns of them.
         etp: those that hold the other columns of the same experts.
+        number: of experts that this rank holds, or columns of.
     """
 
-    def __init__(self, tp: Axis, ep: Axis, etp: Axis) -> None:
+    def __init__(self, tp: Axis, ep: Axis, etp: Axis, number: int) -> None:
         super().__init__()
-        self.tp, self.ep, self.etp = tp, ep, etp
+        self.tp, self.ep, self.etp, self.number = tp, ep, etp, number
 
     def forward(self, x: Tensor, ids: Tensor, weights: Tensor, experts: nn.Module, rows: int | None) -> Tensor:
         """As `LocalDispatch`; `ids` are those of all experts of the layer, `experts` has this rank's."""
@@ -81,14 +84,14 @@ class ExpertDispatch(nn.Module):
 
     def _share(self, x: Tensor, ids: Tensor, weights: Tensor, experts: nn.Module, rows: int | None) -> Tensor:
         """The same for tokens that no other rank sends."""
-        number = len(experts.down) * self.ep.size  # type: ignore[arg-type]
-        places, counts = by_expert(ids, number)
+        everywhere = self.number * self.ep.size
+        places, counts = by_expert(ids, everywhere)
         sent = x[places // ids.shape[1]]
         if rows is None:
             return combine(self._travel(sent, experts, self._route(counts)), places, weights)
         slots = slots_of(counts, rows)
-        padded = sent.new_zeros(number * rows, x.shape[1]).index_copy(0, slots, sent)
-        route = self._even_route(number // self.ep.size, rows, x.device)
+        padded = sent.new_zeros(everywhere * rows, x.shape[1]).index_copy(0, slots, sent)
+        route = self._even_route(rows, x.device)
         return combine(self._travel(padded, experts, route)[slots], places, weights)
 
     def _travel(self, rows: Tensor, experts: nn.Module, route: Route) -> Tensor:
@@ -111,12 +114,11 @@ class ExpertDispatch(nn.Module):
         sends, receives, held = sizes[:n], sizes[n : 2 * n], sizes[2 * n :]
         return Route(sends, receives, held, _order(every.flatten(0, 1), sum(held)), every.sum((0, 1)))
 
-    def _even_route(self, number: int, rows: int, device: torch.device) -> Route:
-        """Where every rank sends `rows` rows to each expert, `number` of which are on each: nobody has to be asked."""
-        sources = self.ep.size * self.etp.size
-        table = torch.full((sources, number), rows, device=device)
-        order = _order(table, sources * number * rows)
-        each = [number * rows] * self.ep.size
+    def _even_route(self, rows: int, device: torch.device) -> Route:
+        """Where every rank sends `rows` rows to each expert: nobody has to be asked."""
+        table = torch.full((self.ep.size * self.etp.size, self.number), rows, device=device)
+        order = _order(table, table.numel() * rows)
+        each = [self.number * rows] * self.ep.size
         return Route(each, each, [sum(each)] * self.etp.size, order, table.sum(0))
 
 
@@ -155,7 +157,8 @@ def _reordered(x: Tensor, order: Tensor, back: bool) -> Tensor:
 
 class SequenceRouter(Router):
     """`Router` of parts of samples, sharded over the sequence. It sees its own tokens; the counts that loss, capacity
-    and biases depend on are those of whole samples, and its weight's gradient is whole.
+    and biases depend on are those of whole samples, and its weight's gradient is whole. Its loss is that of its tokens:
+    a part of the sum.
 
     Args:
         router: the module replaced.
@@ -174,8 +177,7 @@ class SequenceRouter(Router):
     def forward(self, x: Tensor, samples: Sequence[int], valid: Tensor | None) -> Routing:
         """As `Router`, with x [batch, seq / tp, hidden] and `valid` [batch, seq]."""
         here = None if valid is None else valid.chunk(self.axis.size, SEQ)[self.axis.index]
-        routing = super().forward(x, samples, here)
-        return routing if routing.loss is None else routing._replace(loss=reduce_from(routing.loss, self.axis))
+        return super().forward(x, samples, here)
 
     def matrix(self) -> Tensor:
         return shared(self.axis, self.weight)[0]

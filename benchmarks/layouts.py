@@ -4,7 +4,7 @@ A small Llama, one optimizer step of 16 samples in micro-batches of 4 for the wh
 the same clipping and AdamW. The families run one after the other; in each all contenders are alive at once and
 take a step each in turn (`benchmarks/rounds.py`). Reported are medians over rounds of the ratio within a round,
 beside the peer of the same kind, and beside two processes of our own plain step that do half the work each and never
-talk: what two ranks could reach at most.
+talk: what two ranks could reach at most, but for AdamW, which there goes over the whole model in both.
 
     python -m benchmarks.layouts [--rounds 25] [--only tensor pipeline data] [--megatron PYTHON] [KEY=VALUE ...]
 """
@@ -65,6 +65,7 @@ LAYOUTS: dict[str, dict[str, list[str]]] = {
         "dp=2, ZeRO 1": ["sharding.stage=1"],
         "dp=2, ZeRO 2": ["sharding.stage=2"],
         "dp=2, ZeRO 3": ["sharding.stage=3"],
+        "dp=2, ZeRO 3, weights kept": ["sharding.stage=3", "sharding.reshard_after_forward=false"],
     },
 }
 """What of ours takes part, and its settings beside the shape."""
@@ -83,7 +84,8 @@ PEERS: dict[str, tuple[Any, tuple[Any, ...], tuple[str, ...]]] = {
     "torch DDP": (native.ddp, (), ("dp=2",)),
     "DeepSpeed ZeRO 1": (deepspeed_engines.zero, (1,), ("dp=2, ZeRO 1",)),
     "DeepSpeed ZeRO 2": (deepspeed_engines.zero, (2,), ("dp=2, ZeRO 2",)),
-    "DeepSpeed ZeRO 3": (deepspeed_engines.zero, (3,), ("dp=2, ZeRO 3",)),
+    "DeepSpeed ZeRO 3, as lean": (deepspeed_engines.zero, (3, True), ("dp=2, ZeRO 3",)),
+    "DeepSpeed ZeRO 3": (deepspeed_engines.zero, (3,), ("dp=2, ZeRO 3", "dp=2, ZeRO 3, weights kept")),
     "megatron-core, tensor": (megatron_core.work, ("tp",), ("tp=2",)),
     "megatron-core, 1F1B": (megatron_core.work, ("pp",), ("pp=2, 1f1b",)),
 }

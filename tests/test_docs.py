@@ -20,6 +20,7 @@ from tests.test_readme import parse
 DOCS = Path(__file__).parents[1] / "docs"
 TEXT = (DOCS / "slurm.md").read_text()
 SCHEDULE_PAGE = (DOCS / "schedules.md").read_text()
+PAGES = "\n".join(page.read_text() for page in sorted(DOCS.glob("*.md")))
 COMMANDS = [
     shlex.split(line)[1:]
     for page in sorted(DOCS.glob("*.md"))
@@ -27,7 +28,7 @@ COMMANDS = [
     for line in block.splitlines()
     if line.startswith("hpctrain ")
 ]
-SHOWN = re.findall(r"^```sh\nhpctrain ([^\n]*)\n```\n\n```text\n(.*?)^```", SCHEDULE_PAGE, re.MULTILINE | re.DOTALL)
+SHOWN = re.findall(r"^```sh\nhpctrain ([^\n]*)\n```\n\n```text\n(.*?)^```", PAGES, re.MULTILINE | re.DOTALL)
 PROFILES = re.findall(r"^```yaml\n(.*?)^```", TEXT, re.MULTILINE | re.DOTALL)
 
 
@@ -75,4 +76,4 @@ def test_the_table_of_schedules_is_that_of_the_program() -> None:
 
 
 def test_there_is_something_to_test() -> None:
-    assert len(COMMANDS) > 14 and len(PROFILES) == 2 and len(SHOWN) == 2
+    assert len(COMMANDS) > 14 and len(PROFILES) == 2 and len(SHOWN) == 3

@@ -17,15 +17,20 @@ from benchmarks.ours import random_tokens
 from benchmarks.peers.llama import Block, Llama, Output, adamw, cross_entropy, draw
 from benchmarks.rounds import Work
 from hpctrain.config.schema import RunConfig
+from hpctrain.sharding.deepspeed.config import zero_section
 from hpctrain.sharding.deepspeed.engine import load_deepspeed
 
 
-def zero(config: RunConfig, stage: int) -> Work:
-    """ZeRO of a stage."""
+def zero(config: RunConfig, stage: int, lean: bool = False) -> Work:
+    """ZeRO of a stage; `lean` lets gathered weights go as soon as ours does."""
     model = Llama(config)
     count, world = sum(p.numel() for p in model.parameters()), dist.get_world_size()
     size = int(config.sharding.bucket_mib * 2**20 / 4)
-    section = {"stage": stage, "reduce_bucket_size": size, "allgather_bucket_size": size}
+    section: dict[str, Any] = {"stage": stage, "reduce_bucket_size": size, "allgather_bucket_size": size}
+    if lean:
+        zero3 = config.sharding.model_copy(update={"engine": "deepspeed", "stage": stage})
+        ours = zero_section(config.model_copy(update={"sharding": zero3}))
+        section |= {key: value for key, value in ours.items() if key.startswith("stage3_")}
     settings = _settings(config, world) | {"zero_optimization": section}
     engine = _initialize(model, settings, adamw(model.parameters(), config.optimizer))
     return Work(_step(config, engine, dist.get_rank(), world), count / world)
@@ -51,12 +56,13 @@ def tensor_parallel(config: RunConfig) -> Work:
     )
     model: Any = LlamaForCausalLM(shape)
     draw(model, m)
-    count = sum(p.numel() for p in model.parameters())
+    whole = {name: p.numel() for name, p in model.named_parameters()}
     deepspeed = load_deepspeed(torch.device("cpu"))
     model = deepspeed.tp_model_init(model, tp_size=world, dtype=torch.float32)
     settings = _settings(config, 1) | {"tensor_parallel": {"autotp_size": world}}
     engine = _initialize(model, settings, adamw(model.parameters(), config.optimizer))
-    return Work(_step(config, lambda x: engine(x).logits, 0, 1, engine), count / world)
+    count = sum(p.numel() / (1 if p.numel() < whole[name] else world) for name, p in model.named_parameters())
+    return Work(_step(config, lambda x: engine(x).logits, 0, 1, engine), count)
 
 
 def pipeline(config: RunConfig) -> Work:

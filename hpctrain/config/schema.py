@@ -125,6 +125,9 @@ class ShardingConfig(Section):
         0, description="ZeRO stage: 1 shards optimizer state, 2 also gradients, 3 also parameters."
     )
     bucket_mib: Annotated[float, Field(gt=0.0, le=65536.0)] = Field(25.0, description="Size of a gradient bucket, MiB.")
+    reshard_after_forward: bool = Field(
+        True, description="ZeRO 3: let gathered weights go between forward and backward; false gathers half as often."
+    )
     torch_adam: bool = Field(True, description="DeepSpeed: torch's AdamW, which needs no compiled op.")
     offload: OffloadConfig = OffloadConfig()
 

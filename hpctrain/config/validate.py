@@ -72,6 +72,9 @@ def _sharding_rules(config: RunConfig) -> None:
     if engine == "deepspeed" and config.train.precision == "float64":
         reason = "only sharding.engine=none computes in float64"
         _refuse("train.precision", "float64", reason, "use float32, bf16 or fp16, or sharding.stage=0")
+    if stage < 3 and not config.sharding.reshard_after_forward:
+        reason = f"sharding.stage={stage} shards no weights that could be let go"
+        _refuse("sharding.reshard_after_forward", False, reason, "use true, or sharding.stage=3")
     for what in ("optimizer", "params"):
         if (place := getattr(config.sharding.offload, what)) == "none":
             continue

@@ -94,13 +94,15 @@ def _estimate(config: RunConfig, layout: Layout, of_rank: _Held) -> Memory:
     shard = -(-numel // layout.dp)
     separate = compute < master or config.engine == "deepspeed"  # DeepSpeed copies even float32 weights
     copies = 2 + separate  # two moments, and the master weights
-    weights = compute * (shard if stage >= 3 else numel)
+    gathered = 0 if config.sharding.reshard_after_forward else numel  # else a layer's at a time
+    weights = compute * (shard + gathered if stage >= 3 else numel)
     gradients = master * (shard if stage >= 2 else numel)
     optimizer = copies * master * (shard if stage >= 1 else numel)
     # DeepSpeed's moments are there from the start, in stage 3 its gradients too, while the initial values of the
     # largest fragment are drawn and copied. Engine none starts with neither: it then holds less than in a step.
     fragment = -(-max(held) // layout.dp) if stage >= 3 else min(max(held), shard)
-    building = weights + optimizer + gradients * (stage >= 3) + 2 * master * fragment if stage else 0
+    kept = compute * (shard if stage >= 3 else numel) + optimizer + gradients * (stage >= 3)
+    building = kept + 2 * master * fragment if stage else 0
     weights += compute * of_rank.copied
     gradients += master * of_rank.copied_gradient
     return Memory(weights, gradients, optimizer, _live_activations(config, layout, of_rank.stages), building)

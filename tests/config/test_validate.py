@@ -85,6 +85,13 @@ CASES = [
     ("data.seq=512", 2, "data.seq", "at most model.max_seq=256; use model.max_seq=512", "model.max_seq=512"),
     ("sharding.engine=none sharding.stage=1", 2, "sharding.stage", "ZeRO stage 0", "sharding.engine=deepspeed"),
     ("sharding.engine=deepspeed", 2, "sharding.stage", "use sharding.engine=none", "sharding.engine=none"),
+    (
+        "sharding.stage=2 sharding.reshard_after_forward=false",
+        2,
+        "sharding.reshard_after_forward",
+        "use true, or sharding.stage=3",
+        "sharding.stage=3 sharding.reshard_after_forward=false",
+    ),
     ("sharding.stage=1 train.precision=float64", 2, "train.precision", "computes in float64", "sharding.stage=0"),
     (
         "sharding.offload.params=cpu",

@@ -8,7 +8,7 @@ import pytest
 
 from hpctrain.config.load import load
 from hpctrain.layout.layout import Layout
-from hpctrain.layout.traffic import Payload, tensor_traffic, wire
+from hpctrain.layout.traffic import Payload, data_bytes, tensor_traffic, wire
 from tests.training import make_config, make_mesh, train_step
 
 CASES: list[dict[str, Any]] = [
@@ -21,18 +21,19 @@ CASES: list[dict[str, Any]] = [
 ]
 
 
-def counted(config: Any, world: int) -> Any:
-    from hpctrain.parallel.parallelize import build_model
+def counted(config: Any, world: int, axis: str = "tp") -> Any:
+    from hpctrain.parallel.parallelize import build_chunks
+    from hpctrain.parallel.pipeline import Pipeline
     from hpctrain.sharding.build import build_engine
 
     mesh = make_mesh(config, world)
-    model, records = build_model(config, mesh)
-    engine = build_engine([model], records, mesh, config)
-    steps = []
+    chunks, records = build_chunks(config, mesh)
+    engine = build_engine(chunks, records, mesh, config)
+    pipeline, steps = Pipeline(engine, mesh, config), []
     for step in range(2):
         mesh.meter.reset()
-        train_step(engine, mesh, config, step)
-        steps.append({op: Payload(t.calls, t.bytes) for (op, axis), t in mesh.meter.traffic.items() if axis == "tp"})
+        train_step(engine, mesh, config, step, pipeline)
+        steps.append({op: Payload(t.calls, t.bytes) for (op, a), t in mesh.meter.traffic.items() if a == axis})
     return steps
 
 
@@ -47,8 +48,36 @@ def test_formula_is_what_is_counted(ranks: Any, case: dict[str, Any], sp: bool) 
         assert steps == [want] * 2
 
 
+PIPELINES: list[dict[str, Any]] = [
+    dict(pp=2),
+    dict(pp=3, stage_layers=(0, 3, 1)),
+    dict(pp=2, schedule="interleaved", chunks=2),
+]
+
+
+@pytest.mark.parametrize("sp", [False, True])
+@pytest.mark.parametrize("parallel", PIPELINES, ids=str)
+def test_formula_of_every_stage_of_a_pipeline(ranks: Any, parallel: dict[str, Any], sp: bool) -> None:
+    model, world = dict(layers=4, norm="layernorm", position="learned", tied=True, kv_heads=1), 2 * parallel["pp"]
+    config = make_config(model=model, data=dict(seq=12), parallel=dict(tp=2, sp=sp, **parallel))
+    layout = Layout.of(config.parallel, world)
+    for rank, steps in enumerate(ranks(world, counted, config, world)):
+        assert steps == [tensor_traffic(config, layout, rank)] * 2
+
+
+@pytest.mark.parametrize("parallel", [dict(), dict(tp=2), dict(pp=2)], ids=str)
+def test_gradients_are_summed_once_a_step(ranks: Any, parallel: dict[str, Any]) -> None:
+    """Whatever else is sent over dp is objects, which are not counted, and the loss, over pp too."""
+    config = make_config(model=dict(tied=True), parallel=parallel, train=dict(precision="bf16", micro_batch=1))
+    layout = Layout.of(config.parallel, 4)
+    for rank, steps in enumerate(ranks(4, counted, config, 4, "dp+cp")):
+        assert [{op: payload.bytes for op, payload in step.items()} for step in steps] == [
+            data_bytes(config, layout, rank)
+        ] * 2
+
+
 def test_one_rank_sends_nothing() -> None:
-    assert tensor_traffic(make_config(), Layout()) == {}
+    assert tensor_traffic(make_config(), Layout()) == {} == data_bytes(make_config(), Layout())
 
 
 @pytest.mark.parametrize("tp", [2, 4, 8])

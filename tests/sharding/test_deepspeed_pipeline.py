@@ -49,8 +49,18 @@ def expected(model: str) -> Trace:
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("name", CASES)
 def test_equals_one_process(ranks: Any, name: str, stage: int) -> None:
+    check(ranks, name, zero_config(name, stage))
+
+
+@pytest.mark.parametrize("name", ["gpipe-dp", "1f1b-dp-tied", "interleaved-tp-dp"])
+def test_keeping_weights_for_backward_changes_nothing(ranks: Any, name: str) -> None:
+    config = zero_config(name, 3)
+    sharding = config.sharding.model_copy(update={"reshard_after_forward": False})
+    check(ranks, name, config.model_copy(update={"sharding": sharding}))
+
+
+def check(ranks: Any, name: str, config: RunConfig) -> None:
     model, world, _ = CASES[name]
-    config = zero_config(name, stage)
     got, want = assemble(config, ranks(world, run, config, world)), expected(model)
     assert got.weights.keys() == want.weights.keys()
     assert np.allclose(got.losses, want.losses, rtol=1e-5, atol=0)

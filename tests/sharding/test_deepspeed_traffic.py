@@ -13,7 +13,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from hpctrain.config.schema import RunConfig
 from hpctrain.errors import ConfigError
+from hpctrain.layout.layout import Layout
 from hpctrain.layout.parameters import parameter_specs
+from hpctrain.layout.traffic import data_bytes
 from hpctrain.parallel.mesh import Mesh
 from hpctrain.sharding.deepspeed.traffic import CountedBackend, CountedWork
 from hpctrain.sharding.engine import Engine
@@ -47,9 +49,11 @@ class Overheard(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def steps_of(stage: int, micro_batches: int, precision: str = "float32", tp: int = 1) -> RunConfig:
+def steps_of(stage: int, micro_batches: int, precision: str = "float32", tp: int = 1, keep: bool = False) -> RunConfig:
     """Four samples a rank in so many micro-batches."""
-    return zero_config(stage, tp, precision=precision, micro_batch=4 // micro_batches)
+    config = zero_config(stage, tp, precision=precision, micro_batch=4 // micro_batches)
+    sharding = config.sharding.model_copy(update={"reshard_after_forward": not keep})
+    return config.model_copy(update={"sharding": sharding})
 
 
 def one_step(engine: Engine, mesh: Mesh, config: RunConfig, step: int) -> dict[tuple[str, str], Traffic]:
@@ -64,14 +68,14 @@ def one_step(engine: Engine, mesh: Mesh, config: RunConfig, step: int) -> dict[t
     return {key: traffic for key, traffic in mesh.meter.traffic.items() if traffic.calls}
 
 
-def _bytes(stage: int, micro_batches: int, precision: str, prefetch: bool = True) -> Any:
+def _bytes(stage: int, micro_batches: int, precision: str, prefetch: bool = True, keep: bool = False) -> Any:
     """Bytes of each of three steps, and whether all were waited for."""
     from hpctrain.sharding.deepspeed import config as settings
 
     if not prefetch:
         ours = settings.zero_section
         settings.zero_section = lambda config: {**ours(config), "stage3_prefetch_bucket_size": 0}
-    config = steps_of(stage, micro_batches, precision)
+    config = steps_of(stage, micro_batches, precision, keep=keep)
     engine, mesh = start(config)
     steps = [one_step(engine, mesh, config, step) for step in range(3)]
     engine.close()
@@ -89,13 +93,9 @@ def test_bytes_of_stages_one_and_two(ranks: Any, stage: int, micro_batches: int,
     """Gradients, float32: all-reduced whole, by stage 1 once a step, by stage 2 at every micro-batch. Then the flag
     of non-finite values, a byte, and the norm of each of two groups (with and without decay), a float. Weights:
     each rank sends its half of both groups, which are padded to twice the number of ranks."""
-    specs = parameter_specs(steps_of(stage, 1).model)
-    total, width = sum(spec.numel for spec in specs), 2 if precision == "bf16" else 4
-    halves = sum(up(sum(s.numel for s in specs if s.decay == decay), 4) // 2 for decay in (True, False))
-    expected = {
-        ("all_reduce", "dp+cp"): 4 * total * (micro_batches if stage == 2 else 1) + 1 + 2 * 4,
-        ("all_gather", "dp+cp"): width * halves,
-    }
+    sent = data_bytes(steps_of(stage, micro_batches, precision), Layout(dp=2))
+    expected = {(operation, "dp+cp"): size for operation, size in sent.items()}
+    expected["all_reduce", "dp+cp"] += 1 + 2 * 4
     for steps, waited in ranks(2, _bytes, stage, micro_batches, precision):
         assert steps == [expected] * 3 and waited
 
@@ -116,7 +116,7 @@ def test_bytes_of_stage_three(ranks: Any, micro_batches: int, precision: str, pr
     vectors = sum(up(spec.numel, 2) // 2 for spec in specs if len(spec.shape) == 1)
     matrices = sum(up(spec.numel, 2) // 2 for spec in specs if len(spec.shape) > 1)
     reduced = {
-        ("reduce_scatter", "dp+cp"): 4 * 2 * (matrices + vectors) * micro_batches,
+        ("reduce_scatter", "dp+cp"): data_bytes(steps_of(3, micro_batches), Layout(dp=2))["reduce_scatter"],
         ("all_reduce", "dp+cp"): 1 + 2 * 8,
     }
     for steps, waited in ranks(2, _bytes, 3, micro_batches, precision, prefetch):
@@ -130,7 +130,21 @@ def test_bytes_of_stage_three(ranks: Any, micro_batches: int, precision: str, pr
                 assert matrices * usual < values < 2 * matrices * usual
             else:
                 assert values == 2 * matrices * usual
+                most = data_bytes(steps_of(3, micro_batches, precision), Layout(dp=2))
+                assert step == 0 or width * (values + vectors) == most["all_gather"]
         assert gathered[1] == gathered[2]
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_bytes_of_stage_three_that_keeps_weights_for_backward(ranks: Any, micro_batches: int) -> None:
+    """Each matrix is gathered once a micro-batch, vectors once a step."""
+    specs = parameter_specs(steps_of(3, 1).model)
+    vectors = sum(up(spec.numel, 2) // 2 for spec in specs if len(spec.shape) == 1)
+    matrices = sum(up(spec.numel, 2) // 2 for spec in specs if len(spec.shape) > 1)
+    want = 4 * (matrices * micro_batches + vectors)
+    assert data_bytes(steps_of(3, micro_batches, keep=True), Layout(dp=2))["all_gather"] == want
+    for steps, _ in ranks(2, _bytes, 3, micro_batches, "float32", True, True):
+        assert [step["all_gather", "dp+cp"] for step in steps[1:]] == [want] * 2
 
 
 def _calls(stage: int, tp: int) -> Any:

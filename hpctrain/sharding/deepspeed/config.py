@@ -59,14 +59,17 @@ def zero_section(config: RunConfig) -> dict[str, Any]:
         "overlap_comm": config.train.overlap and stage >= 2,
     }
     if stage == 3:
+        lean = config.sharding.reshard_after_forward
+        # What lasts from forward to backward of a micro-batch is more than all weights, in elements.
+        everything = 2 * sum(spec.numel for spec in parameter_specs(config.model))
         out |= {
             # Vectors (norms, biases of the hidden width) stay gathered: they cost a message each and no memory.
             "stage3_param_persistence_threshold": config.model.hidden,
             "stage3_prefetch_bucket_size": bucket,
-            # A gathered parameter is let go as soon as its module has run, and prefetching, which takes another
+            # Lean: a gathered parameter is let go as soon as its module has run, and prefetching, which takes another
             # bucket at every module it passes, stops short of the whole model.
-            "stage3_max_reuse_distance": 0,
-            "stage3_max_live_parameters": 2 * largest_unit(config),
+            "stage3_max_reuse_distance": 0 if lean else everything,
+            "stage3_max_live_parameters": 2 * largest_unit(config) if lean else everything,
             # DeepSpeed's own would replace torch.nn.functional.linear for the whole process.
             "memory_efficient_linear": False,
         }

@@ -18,6 +18,9 @@ from hpctrain.layout.stages import shares_embedding, stages_of
 
 Index = tuple[int, ...]
 
+EXPERT_CUTS: tuple[Cut, ...] = ("experts", "expert_ffn")
+"""What tp does not cut."""
+
 
 @dataclass(frozen=True)
 class Box:
@@ -90,8 +93,10 @@ def misfit(model: ModelConfig, tp: int) -> Cut | None:
         return "heads"
     if model.kv % tp and tp % model.kv:
         return "kv_heads"
-    if model.ffn_width % tp:
+    if not model.routed(0) and model.ffn_width % tp:
         return "ffn"
+    if model.moe and model.moe.shared_ffn % tp:
+        return "shared_ffn"
     return "vocab" if model.vocab < tp else None
 
 
@@ -105,7 +110,7 @@ def place(spec: ParameterSpec, model: ModelConfig, layout: Layout, rank: int) ->
     tp = layout.coordinates(rank)["tp"]
     start, shape, copies = [0] * len(spec.shape), list(spec.shape), layout.tp
     for dim, cut in enumerate(spec.cuts):
-        if cut is None:
+        if cut is None or cut in EXPERT_CUTS:
             continue
         first, count, copies = cut_of(model, cut, layout.tp, tp)
         unit = spec.shape[dim] // units(model, cut)

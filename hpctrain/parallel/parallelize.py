@@ -10,8 +10,9 @@ from hpctrain.layout.parameters import parameter_specs
 from hpctrain.layout.placement import Placement, cut_of, placements
 from hpctrain.layout.stages import Stage, stages_of
 from hpctrain.model.loss import CrossEntropy
+from hpctrain.model.mlp import FanOut
 from hpctrain.model.random import initial_values
-from hpctrain.model.transformer import FanOut, Transformer
+from hpctrain.model.transformer import Transformer
 from hpctrain.parallel.loss import VocabParallelCrossEntropy
 from hpctrain.parallel.mesh import Mesh
 from hpctrain.parallel.precision import master
@@ -91,8 +92,9 @@ def apply_tensor_parallelism(model: Transformer, mesh: Mesh, region: Region, rec
     for index, layer in model.numbered_layers():
         layer.attention.qkv = column(f"layers.{index}.attention.qkv", layer.attention.qkv)
         layer.attention.output = RowLinear(_linear(layer.attention.output), region)
-        layer.mlp.inputs = column(f"layers.{index}.mlp.inputs", layer.mlp.inputs)
-        layer.mlp.down = RowLinear(_linear(layer.mlp.down), region)
+        if layer.mlp is not None:
+            layer.mlp.inputs = column(f"layers.{index}.mlp.inputs", layer.mlp.inputs)
+            layer.mlp.down = RowLinear(_linear(layer.mlp.down), region)
     if model.head is not None:
         model.head = ColumnHead(model.head, region, mesh.alone)
     model.loss = VocabParallelCrossEntropy(model.loss, start, model.model.vocab, mesh.tp)

@@ -40,6 +40,30 @@ def _available(config: RunConfig) -> None:
         _refuse("sharding.engine", "fsdp", "is not available in this version", "use deepspeed with sharding.stage=3")
 
 
+def _experts(config: RunConfig) -> None:
+    model, moe = config.model, config.model.moe
+    if moe is None:
+        return
+    if moe.top_k > moe.experts:
+        _refuse("model.moe.top_k", moe.top_k, f"must be at most model.moe.experts={moe.experts}", "use fewer")
+    if moe.experts % moe.groups:
+        allowed = _either(_divisors(moe.experts))
+        _refuse("model.moe.groups", moe.groups, f"must divide model.moe.experts={moe.experts}", f"use {allowed}")
+    if moe.top_groups > moe.groups:
+        _refuse("model.moe.top_groups", moe.top_groups, f"must be at most model.moe.groups={moe.groups}", "use fewer")
+    reach = moe.top_groups * (moe.experts // moe.groups)
+    if moe.top_k > reach:
+        reason = f"{moe.top_groups} groups (model.moe.top_groups) have {reach} experts"
+        _refuse("model.moe.top_k", moe.top_k, reason, "use fewer, or more groups")
+    if moe.overflow == "pad" and moe.capacity is None:
+        _refuse("model.moe.overflow", "pad", "pads to a capacity", "set model.moe.capacity, for example to 1.25")
+    if moe.dense_layers >= model.layers:
+        reason = f"leaves no layer of model.layers={model.layers} with experts"
+        _refuse("model.moe.dense_layers", moe.dense_layers, reason, "use fewer, or model.moe=null")
+    if model.bias:
+        _refuse("model.bias", True, "experts have no biases", "use model.bias=false")
+
+
 def _attention_shape(config: RunConfig) -> None:
     model = config.model
     if model.head_dim is None and model.hidden % model.heads:
@@ -137,6 +161,7 @@ def _tensor_parallel(config: RunConfig, layout: Layout) -> None:
         "heads": f"must divide model.heads={model.heads}",
         "kv_heads": f"must divide model.kv_heads={model.kv} or be a multiple of it",
         "ffn": f"must divide the MLP's width, model.ffn={model.ffn_width}",
+        "shared_ffn": f"must divide the width of the shared MLP, model.moe.shared_ffn={_shared(config)}",
         "vocab": f"must be at most model.vocab={model.vocab}",
     }
     if cut := misfit(model, tp):
@@ -221,6 +246,7 @@ def _batch(config: RunConfig, layout: Layout) -> None:
 
 RULES: tuple[Rule, ...] = (
     _available,
+    _experts,
     _attention_shape,
     _positions,
     _sharding_rules,
@@ -235,6 +261,10 @@ LAYOUT_RULES: tuple[LayoutRule, ...] = (_tensor_parallel, _expert_parallel, _seq
 
 def _refuse(path: str, value: object, allowed: str, fix: str = "") -> None:
     raise ConfigError(path, value, allowed, fix)
+
+
+def _shared(config: RunConfig) -> int:
+    return config.model.moe.shared_ffn if config.model.moe else 0
 
 
 def _yaml(value: object) -> str:

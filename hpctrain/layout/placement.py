@@ -97,8 +97,10 @@ def misfit(model: ModelConfig, tp: int) -> Cut | None:
         return "heads"
     if model.kv % tp and tp % model.kv:
         return "kv_heads"
-    if model.ffn_width % tp:
+    if not model.routed(0) and model.ffn_width % tp:
         return "ffn"
+    if model.moe and model.moe.shared_ffn % tp:
+        return "shared_ffn"
     return "vocab" if model.vocab < tp else None
 
 

@@ -9,7 +9,7 @@ import math
 from dataclasses import dataclass
 
 from hpctrain.config.schema import RunConfig
-from hpctrain.layout.layout import Layout
+from hpctrain.layout.layout import Layout, split
 from hpctrain.layout.memory import COMPUTE_BYTES
 from hpctrain.layout.parameters import parameter_specs
 from hpctrain.layout.placement import place, placements, tied_copy
@@ -60,7 +60,8 @@ def tensor_traffic(config: RunConfig, layout: Layout, rank: int = 0) -> Traffic:
     With A bytes of an activation [micro_batch, seq, hidden] a micro-batch sends, without sequence parallelism, for
     each layer 4 all-reduces of A; with it, 4 reduce-scatters of A and 6 all-gathers of A / tp, two of which bring
     back the inputs of column-parallel linears that were not kept. Full recomputation runs a layer's forward again.
-    Embedding, head and loss are sent for by the ranks of a pipeline that hold them.
+    Embedding, head and loss are sent for by the ranks of a pipeline that hold them. Half of a layer's is that of its
+    MLP; experts have none of it, and what `_of_routed_layer` says instead, and a shared MLP has it.
     """
     if layout.tp == 1:
         return {}
@@ -81,7 +82,9 @@ def _of_stage(config: RunConfig, layout: Layout, rank: int, stage: Stage) -> Tra
     whole = Payload(1, tokens * model.hidden * width)
     part = Payload(1, tokens * model.hidden * width // layout.tp)
     forwards = 2 if train.recompute == "full" else 1
-    boundaries = 2 * len(stage.layers)  # into a region and out of it again: attention, MLP
+    routed = [layer for layer in stage.layers if model.routed(layer)]
+    mlps = len(stage.layers) - (0 if model.moe and model.moe.shared_ffn else len(routed))
+    boundaries = len(stage.layers) + mlps  # into a region and out of it again: attention, MLP
     first, last = int(stage.first), int(stage.last)
     sums = Payload()  # of gradients that arise in parts
     for spec in filter(stage.holds, parameter_specs(model)):
@@ -92,14 +95,68 @@ def _of_stage(config: RunConfig, layout: Layout, rank: int, stage: Stage) -> Tra
     scatters = Payload()
     if layout.sp:
         norm = model.hidden * (2 if model.norm == "layernorm" else 1)
-        sums += Payload(1, norm * wide) * (boundaries + last)
+        sums += Payload(1, norm * wide) * (2 * len(stage.layers) + last)
         scatters += whole * (boundaries * (forwards + 1) + first + last)  # embedding forward, head backward
         gathers += part * (boundaries * (forwards + 2) + first + 2 * last)  # embedding backward, head both ways
         if model.position == "learned":
             gathers += Payload(1, config.data.seq * model.hidden * width // layout.tp) * first
     else:
         sums += whole * (boundaries * (forwards + 1) + first + last)
+    if routed:
+        of_layer = _of_routed_layer(config, layout, layout.coordinates(rank)["tp"])
+        sums, gathers = sums + of_layer[0] * len(routed), gathers + of_layer[1] * len(routed)
     return {"all_reduce": sums, "all_gather": gathers, "reduce_scatter": scatters}
+
+
+def _of_routed_layer(config: RunConfig, layout: Layout, index: int) -> tuple[Payload, Payload]:
+    """All-reduces and all-gathers over tp of the experts of a layer and their router, for one micro-batch, by the rank
+    of an index on tp.
+
+    Ranks with the same tokens send a share each to the experts: their outputs are gathered, and in backward the
+    gradients of inputs and of weights. With sequence parallelism a router sums its counts of each sample and its
+    weight's gradient, and with a capacity gathers the choices.
+    """
+    model, moe, train = config.model, config.model.moe, config.train
+    assert moe is not None
+    width, forwards = COMPUTE_BYTES[train.precision], 2 if train.recompute == "full" else 1
+    wide, share = max(width, 4), split(train.micro_batch * config.data.seq, layout.tp, index)[1]
+    if not layout.sp:
+        rows = Payload(1, share * model.hidden * width)
+        return Payload(), rows * (forwards + 1) + Payload(1, share * moe.top_k * wide)
+    counts = Payload(1, train.micro_batch * (3 * moe.experts + 3) * wide)
+    choices = Payload(1, share * moe.top_k * 8) * (moe.capacity is not None)
+    return counts * forwards + Payload(1, moe.experts * model.hidden * wide), choices * forwards
+
+
+def expert_traffic(config: RunConfig, layout: Layout, rank: int = 0) -> dict[str, Traffic]:
+    """Payload over ep and over etp in one optimizer step, by axis, by engine `none`: the mean over the ranks of a stage,
+    as which of them has how much depends on where tokens go. With a capacity that drops it is the most there can be.
+
+    With R bytes of rows, `micro_batch x seq / tp x top_k x hidden` (with a capacity that pads, what it is padded to), a
+    layer with experts sends for each micro-batch over ep an all-to-all of R to the experts and one back, and as much
+    in backward; over etp it gathers R and reduce-scatters etp R on the way, and as much in backward. Before, ranks tell
+    each other how many rows go where: 8 bytes an expert, unless they are padded.
+    """
+    model, moe, train = config.model, config.model.moe, config.train
+    number = sum(model.routed(layer) for stage in stages_of(model, layout, rank) for layer in stage.layers)
+    if moe is None or not number:
+        return {}
+    forwards = 2 if train.recompute == "full" else 1
+    tokens = train.micro_batch * config.data.seq
+    padded = moe.capacity is not None and moe.overflow == "pad"
+    sent = tokens * moe.top_k / layout.tp
+    if padded:
+        sent = moe.experts * min(train.micro_batch * moe.room(config.data.seq), split(tokens, layout.tp, 0)[1])
+    rows = Payload(1, round(sent * model.hidden * COMPUTE_BYTES[train.precision]))
+    counts = Payload() if padded else Payload(1, 8 * moe.experts) * forwards
+    out: dict[str, Traffic] = {}
+    if layout.ep > 1:
+        out["ep"] = {"all_to_all": counts + rows * 2 * (forwards + 1)}
+    if layout.etp > 1:
+        summed = Payload(1, layout.etp * rows.bytes)
+        out["etp"] = {"all_gather": counts + rows * (forwards + 1), "reduce_scatter": summed * (forwards + 1)}
+    rounds = number * (train.global_batch // (layout.dp * train.micro_batch))
+    return {axis: {op: payload * rounds for op, payload in traffic.items()} for axis, traffic in out.items()}
 
 
 def data_bytes(config: RunConfig, layout: Layout, rank: int = 0) -> dict[str, int]:

@@ -20,7 +20,8 @@ class Batch:
         labels: [batch, seq] int64, `IGNORED` where nothing is to be predicted.
         documents: [batch, seq] int64, equal within a document and different between neighbours; None where
             attention may cross document boundaries.
-        samples: [batch] int64, global count of each sample in the run's stream; it keys the dropout masks.
+        samples: [batch] int64, global count of each sample in the run's stream; it keys the dropout masks, and stays
+            on the host.
     """
 
     tokens: Tensor
@@ -42,7 +43,7 @@ class Batch:
             return t.pin_memory().to(device, non_blocking=True)
 
         documents = None if self.documents is None else move(self.documents)
-        return Batch(move(self.tokens), move(self.labels), documents, move(self.samples))
+        return Batch(move(self.tokens), move(self.labels), documents, self.samples)
 
     def split(self, size: int) -> list[Batch]:
         """Micro-batches of `size` samples; those in which no document ends do without a mask."""

@@ -10,8 +10,10 @@ from hpctrain.layout.parameters import parameter_specs
 from hpctrain.layout.placement import Placement, cut_of, placements
 from hpctrain.layout.stages import Stage, stages_of
 from hpctrain.model.loss import CrossEntropy
+from hpctrain.model.mlp import FanOut
 from hpctrain.model.random import initial_values
-from hpctrain.model.transformer import FanOut, Transformer
+from hpctrain.model.transformer import Transformer
+from hpctrain.parallel.expert import apply_expert_parallelism
 from hpctrain.parallel.loss import VocabParallelCrossEntropy
 from hpctrain.parallel.mesh import Mesh
 from hpctrain.parallel.precision import master
@@ -56,8 +58,8 @@ def build_chunks(config: RunConfig, mesh: Mesh, materialize: bool = True) -> tup
 def parallelize(model: Transformer, stage: Stage, mesh: Mesh, config: RunConfig, records: Records) -> None:
     """Turn a plain model on the meta device into this rank's part of one stage, in place.
 
-    Order: keep the stage's parts, cut every parameter to its box, tensor parallelism, sequence parallelism,
-    recomputation.
+    Order: keep the stage's parts, cut every parameter to its box, tensor parallelism, sequence parallelism, expert
+    parallelism, recomputation.
     """
     model.take(stage.layers, stage.first, stage.last)
     cut_parameters(model, records)
@@ -66,6 +68,7 @@ def parallelize(model: Transformer, stage: Stage, mesh: Mesh, config: RunConfig,
         apply_tensor_parallelism(model, mesh, region, records)
         if region.sequence:
             apply_sequence_parallelism(model, mesh, records)
+    apply_expert_parallelism(model, mesh, config.parallel.sp)
     apply_recomputation(model, config.train.recompute)
 
 
@@ -91,8 +94,13 @@ def apply_tensor_parallelism(model: Transformer, mesh: Mesh, region: Region, rec
     for index, layer in model.numbered_layers():
         layer.attention.qkv = column(f"layers.{index}.attention.qkv", layer.attention.qkv)
         layer.attention.output = RowLinear(_linear(layer.attention.output), region)
-        layer.mlp.inputs = column(f"layers.{index}.mlp.inputs", layer.mlp.inputs)
-        layer.mlp.down = RowLinear(_linear(layer.mlp.down), region)
+        if layer.mlp is not None:
+            layer.mlp.inputs = column(f"layers.{index}.mlp.inputs", layer.mlp.inputs)
+            layer.mlp.down = RowLinear(_linear(layer.mlp.down), region)
+        if layer.moe is not None and layer.moe.shared is not None:
+            shared = layer.moe.shared
+            shared.inputs = column(f"layers.{index}.moe.shared.inputs", shared.inputs)
+            shared.down = RowLinear(_linear(shared.down), region)
     if model.head is not None:
         model.head = ColumnHead(model.head, region, mesh.alone)
     model.loss = VocabParallelCrossEntropy(model.loss, start, model.model.vocab, mesh.tp)

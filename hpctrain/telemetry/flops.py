@@ -6,9 +6,9 @@ forward and backward, and leave out recomputation, norms, biases and the embeddi
     palm    6 N + 12 L d S    attention as a full S x S product (PaLM, torchtitan, nanotron)
     causal  6 N +  6 L d S    attention at half, what a causal mask leaves (Megatron-LM)
 
-N is the number of weights that are multiplied: every matrix of every layer, and the output head also where it
-is the embedding. L is the number of layers, d = heads x head width, S the sequence length. Packed documents
-are not discounted: a sample counts as one sequence of S tokens.
+N is the number of weights that a token is multiplied with: every matrix of every layer, of the experts those of
+top_k, and the output head also where it is the embedding. L is the number of layers, d = heads x head width, S the
+sequence length. Packed documents are not discounted: a sample counts as one sequence of S tokens.
 """
 
 from __future__ import annotations
@@ -84,9 +84,12 @@ class Throughput:
 
 
 def matmul_weights(model: ModelConfig) -> int:
-    """Weights that every token is multiplied with: the layers' matrices and the output head, tied or not."""
-    layers = sum(s.numel for s in parameter_specs(model) if s.layer is not None and len(s.shape) == 2)
-    return layers + model.vocab * model.hidden
+    """Weights that every token is multiplied with: the layers' matrices, of experts those of top_k, and the output
+    head, tied or not."""
+    specs = [s for s in parameter_specs(model) if s.layer is not None and s.decay]
+    routed = sum(s.numel for s in specs if "experts" in s.cuts)
+    active = routed * model.moe.top_k // model.moe.experts if model.moe else 0
+    return sum(s.numel for s in specs if "experts" not in s.cuts) + active + model.vocab * model.hidden
 
 
 def flops_per_token(model: ModelConfig, seq: int) -> TokenFlops:

@@ -11,7 +11,7 @@ from hpctrain.checkpoint.collective import Found, SaveReport, find, save
 from hpctrain.checkpoint.manifest import FOLDER
 from hpctrain.config.schema import RunConfig
 from hpctrain.errors import CheckpointError, ConfigError, DataError
-from hpctrain.layout.parameters import parameter_specs
+from hpctrain.layout.parameters import saved_shapes
 from hpctrain.parallel.comm import Axis, broadcast_object
 from hpctrain.train.session import Session
 
@@ -70,7 +70,7 @@ def resume(session: Session) -> tuple[Progress, Found | None]:
     if found is None:
         return Progress(), None
     check_model(session.config, found)
-    found.reader.expect({s.name: s.shape for s in parameter_specs(session.config.model)})
+    found.reader.expect(saved_shapes(session.config.model))
     _check_tokenizer(session, found)
     session.engine.load(found.reader)
     session.refused = found.refused

@@ -26,7 +26,7 @@ def count(name: str) -> int:
 
 
 def test_all_are_known() -> None:
-    assert set(recipes()) == {"gpt-tiny", "llama-tiny", *EXACT, *ROUNDED}
+    assert set(recipes()) == {"gpt-tiny", "llama-tiny", "moe-tiny", *EXACT, *ROUNDED}
 
 
 @pytest.mark.parametrize(("name", "parameters"), EXACT.items())

@@ -7,7 +7,7 @@ import math
 import warnings
 from collections.abc import Mapping, Sequence, Set
 from contextlib import ExitStack
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -28,6 +28,7 @@ from hpctrain.sharding.deepspeed.groups import MeshUnit
 from hpctrain.sharding.deepspeed.initial import InitialValues, make_hollow
 from hpctrain.sharding.deepspeed.traffic import CountedBackend
 from hpctrain.sharding.engine import Engine, StepResult
+from hpctrain.sharding.routers import Routers
 from hpctrain.sharding.scaler import LossScale
 from hpctrain.sharding.state import WEIGHT, Piece, StateReader
 
@@ -119,26 +120,28 @@ class DeepSpeedEngine(Engine):
         store = state.ShardedParameters if self._stage == 3 else state.ShardedStates
         self._store: state.Store = store(self._zero, self._named)
         state.load(self._store, records, InitialValues(config), step=0, kinds=(WEIGHT,))
+        self.routers = Routers(chunks, mesh, config)
         self._valid_tokens = 1
         self._counted = CountedBackend(mesh)
 
     def begin_step(self, valid_tokens: int, micro_batches: int) -> None:
         self._valid_tokens = max(valid_tokens, 1)
         patches.fresh_gradients(self._zero, self._stage)
+        self.routers.begin_step()
 
     def forward(self, chunk: int, batch: Batch, hidden: Tensor | None = None, tied: Tensor | None = None) -> Ticket:
         self._engine.module.train()
-        output = self._engine(chunk, batch, hidden, tied)
-        return Ticket(chunk, output, hidden, patches.remaining_inputs(self._engine.module))
+        output, routers = self._engine(chunk, batch, hidden, tied)
+        return Ticket(chunk, output, routers, hidden, patches.remaining_inputs(self._engine.module))
 
     def backward(self, ticket: Ticket, grad: Tensor | None = None) -> None:
         patches.expect_backward(self._zero)
         patches.restore_remaining(ticket.extra)
-        if grad is None:
-            # DeepSpeed averages over the data-parallel ranks; the sum is meant.
-            scalar = ticket.output * (self._mesh.loss.size / self._valid_tokens)
-        else:
-            scalar = _Receive.apply(ticket.output, grad)  # type: ignore[no-untyped-call]
+        factor = self._mesh.loss.size / self._valid_tokens  # DeepSpeed averages over the data-parallel ranks
+        received = None if grad is None else _Receive.apply(ticket.output, grad)  # type: ignore[no-untyped-call]
+        scalar = ticket.output * factor if received is None else received
+        if ticket.routers is not None:
+            scalar = scalar + ticket.routers * factor
         self._engine.backward(scalar, scale_wrt_gas=False)
 
     def step(self, lr: float, loss_finite: bool = True) -> StepResult:
@@ -147,14 +150,16 @@ class DeepSpeedEngine(Engine):
             group["lr"] = lr
         self._engine.step()
         skipped = bool(self._zero.overflow)
+        if not skipped:
+            self.routers.step()
         backed_off = loss_finite and self._scale.update(overflowed=skipped)
         return StepResult(math.nan if skipped else float(self._zero._global_grad_norm), skipped, backed_off)
 
     def evaluate(self, chunk: int, batch: Batch, hidden: Tensor | None = None, tied: Tensor | None = None) -> Tensor:
         self._engine.module.eval()
         with torch.no_grad():
-            output: Tensor = self._engine(chunk, batch, hidden, tied)
-        return output
+            output, _ = self._engine(chunk, batch, hidden, tied)
+        return cast(Tensor, output)
 
     def parameter(self, name: str) -> nn.Parameter:
         return self._named[name]
@@ -163,7 +168,7 @@ class DeepSpeedEngine(Engine):
         return self._store.compute(self._named[name])
 
     def pieces(self) -> list[Piece]:
-        return list(state.pieces(self._store, self._records, self._mesh.rank))
+        return [*state.pieces(self._store, self._records, self._mesh.rank), *self.routers.pieces()]
 
     def scalars(self) -> dict[str, float]:
         return {"step": float(self._store.step()), **self._scale.scalars()}
@@ -172,6 +177,7 @@ class DeepSpeedEngine(Engine):
         scalars = reader.scalars()
         state.load(self._store, self._records, reader, int(scalars["step"]))
         self._scale.load(scalars)
+        self.routers.load(reader)
 
     def close(self) -> None:
         self._counted.close()

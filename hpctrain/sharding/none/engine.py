@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +27,7 @@ from hpctrain.parallel.ticket import Ticket
 from hpctrain.sharding.engine import Engine, StepResult
 from hpctrain.sharding.none.buckets import GradientBuckets
 from hpctrain.sharding.norm import GradientNorm, clip_factor
+from hpctrain.sharding.routers import Routers
 from hpctrain.sharding.scaler import LossScale
 from hpctrain.sharding.state import KINDS, MOMENTS, WEIGHT, Piece, StateReader, balance, region
 
@@ -60,15 +62,18 @@ class PlainEngine(Engine):
         self.clip = options.clip
         trained = {name: self.masters[name] for name in self.gradients}
         self.optimizer = _adamw(trained, {s.name: s.decay for s in parameter_specs(config.model)}, options)
+        self.routers = Routers(chunks, mesh, config)
         self.updates, self.valid_tokens = 0, 0
 
     def begin_step(self, valid_tokens: int, micro_batches: int) -> None:
         self.valid_tokens = valid_tokens
         self.buckets.begin(micro_batches)
+        self.routers.begin_step()
 
     def forward(self, chunk: int, batch: Batch, hidden: Tensor | None = None, tied: Tensor | None = None) -> Ticket:
         self.chunks[chunk].train()
-        return Ticket(chunk, self.chunks[chunk](batch, hidden, tied), hidden)
+        output, routers = self.chunks[chunk](batch, hidden, tied)
+        return Ticket(chunk, output, routers, hidden)
 
     def backward(self, ticket: Ticket, grad: Tensor | None = None) -> None:
         self._through(ticket, grad)
@@ -88,6 +93,7 @@ class PlainEngine(Engine):
             if factor != 1.0:
                 self.buckets.scale(factor)
             self._update(lr)
+            self.routers.step()
             self.scale.update(overflowed=False)
             return StepResult(norm, skipped=False)
         return StepResult(norm, skipped=True, backed_off=loss_finite and self.scale.update(overflowed=True))
@@ -95,8 +101,8 @@ class PlainEngine(Engine):
     def evaluate(self, chunk: int, batch: Batch, hidden: Tensor | None = None, tied: Tensor | None = None) -> Tensor:
         self.chunks[chunk].eval()
         with torch.no_grad():
-            out: Tensor = self.chunks[chunk](batch, hidden, tied)
-        return out
+            output, _ = self.chunks[chunk](batch, hidden, tied)
+        return cast(Tensor, output)
 
     def parameter(self, name: str) -> nn.Parameter:
         return self.working[name]
@@ -113,6 +119,7 @@ class PlainEngine(Engine):
                 if writer == axis.index:
                     for kind, box in itertools.product(KINDS, record.boxes):
                         yield self._piece(record, kind, box)
+        yield from self.routers.pieces()
 
     def scalars(self) -> dict[str, float]:
         return {"step": float(self.updates), **self.scale.scalars()}
@@ -127,6 +134,7 @@ class PlainEngine(Engine):
                     values = reader.read(name, kind, box.start, box.shape)
                     region(self._state(name, kind), box).copy_(values)
             self.optimizer.state[self.masters[name]]["step"] = torch.tensor(float(self.updates))
+        self.routers.load(reader)
         self._publish()
 
     def close(self) -> None:
@@ -134,13 +142,13 @@ class PlainEngine(Engine):
 
     def _through(self, ticket: Ticket, grad: Tensor | None) -> None:
         """Autograd's part of a backward."""
-        if not ticket.output.requires_grad:
-            return  # nothing here or before is trained
-        if grad is None:
-            divided = ticket.output * (self.scale.value / max(self.valid_tokens, 1))
-            divided.backward()  # type: ignore[no-untyped-call]
-        else:
-            torch.autograd.backward(ticket.output, grad)
+        share = self.scale.value / max(self.valid_tokens, 1)
+        ends = [(ticket.output, torch.full_like(ticket.output, share) if grad is None else grad)]
+        if ticket.routers is not None:
+            ends.append((ticket.routers, torch.full_like(ticket.routers, share)))
+        trained = [end for end in ends if end[0].requires_grad]
+        if trained:
+            torch.autograd.backward(*zip(*trained))
 
     def _update(self, lr: float) -> None:
         for group in self.optimizer.param_groups:

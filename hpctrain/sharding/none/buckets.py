@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor, nn
 
@@ -33,13 +35,22 @@ class GradientBuckets:
         axis: the ranks to sum over.
         limit: size of a bucket, bytes.
         overlap: start early; otherwise everything is reduced in `finish`.
+        apart: parameters with a bucket of their own: those of which tensor-parallel ranks hold unequal parts. In which
+            order an all-reduce adds may depend on where an element lies in its buffer, and gradients of what those
+            ranks hold alike are to stay equal bit for bit.
     """
 
     def __init__(
-        self, parameters: list[nn.Parameter], dtype: torch.dtype, axis: Axis, limit: int, overlap: bool
+        self,
+        parameters: list[nn.Parameter],
+        dtype: torch.dtype,
+        axis: Axis,
+        limit: int,
+        overlap: bool,
+        apart: Sequence[nn.Parameter] = (),
     ) -> None:
         self.axis, self.overlap = axis, overlap
-        self.buckets = [Bucket(group, dtype) for group in _groups(parameters[::-1], dtype, limit)]
+        self.buckets = [Bucket(group, dtype) for group in _groups(parameters[::-1], dtype, limit, set(apart))]
         self._expected = 0
         self._seen: dict[nn.Parameter, int] = {}
         self._next = 0
@@ -107,14 +118,16 @@ class GradientBuckets:
             self._next += 1
 
 
-def _groups(parameters: list[nn.Parameter], dtype: torch.dtype, limit: int) -> list[list[nn.Parameter]]:
+def _groups(
+    parameters: list[nn.Parameter], dtype: torch.dtype, limit: int, apart: set[nn.Parameter]
+) -> list[list[nn.Parameter]]:
     groups: list[list[nn.Parameter]] = []
     room = 0
     for p in parameters:
         size = p.numel() * dtype.itemsize
-        if not groups or size > room:
+        if not groups or size > room or p in apart:
             groups.append([])
             room = limit
         groups[-1].append(p)
-        room -= size
+        room = 0 if p in apart else room - size
     return groups

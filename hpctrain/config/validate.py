@@ -200,7 +200,7 @@ def _expert_parallel(config: RunConfig, layout: Layout) -> None:
     if model.moe is None:
         for axis in ("ep", "etp"):
             if (size := getattr(layout, axis)) > 1:
-                _refuse(f"parallel.{axis}", size, "splits experts, and the model has none (model.moe)", "use 1")
+                _refuse(f"parallel.{axis}", size, "splits experts, and the model has none (model.moe=null)", "use 1")
         return
     if model.moe.experts % layout.ep:
         allowed = _either(ep for ep in _divisors(model.moe.experts) if world % (ep * layout.etp) == 0)
@@ -210,8 +210,8 @@ def _expert_parallel(config: RunConfig, layout: Layout) -> None:
     if config.engine != "deepspeed" or layout.ep * layout.etp == layout.tp:
         return
     if stage == 3:
-        reason = "shards parameters over dp x cp, and DeepSpeed shards none over edp, where experts lie"
-        fix = f"use 1 or 2, or parallel.ep={layout.tp // layout.etp}, with which the two are the same"
+        reason = "shards parameters over the same ranks, dp x cp, and with ep x etp other than tp experts lie elsewhere"
+        fix = f"use 1 or 2, or parallel.ep={layout.tp // layout.etp}"
         _refuse("sharding.stage", 3, reason, fix)
     with_experts = {s.home for s in stages(model, layout) if any(model.routed(layer) for layer in s.layers)}
     if len(with_experts) < layout.pp:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -34,13 +34,21 @@ class GradientBuckets:
         dtype: of the buffers: float32, or float64.
         limit: size of a bucket, bytes.
         overlap: start early; otherwise everything is reduced in `finish`.
+        apart: parameters with a bucket of their own: those of which tensor-parallel ranks hold unequal parts. In which
+            order an all-reduce adds may depend on where an element lies in its buffer, and gradients of what those
+            ranks hold alike are to stay equal bit for bit.
     """
 
     def __init__(
-        self, parameters: Mapping[nn.Parameter, Axis], dtype: torch.dtype, limit: int, overlap: bool
+        self,
+        parameters: Mapping[nn.Parameter, Axis],
+        dtype: torch.dtype,
+        limit: int,
+        overlap: bool,
+        apart: Sequence[nn.Parameter] = (),
     ) -> None:
         self.overlap = overlap
-        groups = _groups(list(parameters.items())[::-1], dtype, limit)
+        groups = _groups(list(parameters.items())[::-1], dtype, limit, set(apart))
         self.buckets = [Bucket(group, dtype, parameters[group[0]]) for group in groups]
         self._expected = 0
         self._seen: dict[nn.Parameter, int] = {}
@@ -109,7 +117,9 @@ class GradientBuckets:
             self._next += 1
 
 
-def _groups(parameters: list[tuple[nn.Parameter, Axis]], dtype: torch.dtype, limit: int) -> list[list[nn.Parameter]]:
+def _groups(
+    parameters: list[tuple[nn.Parameter, Axis]], dtype: torch.dtype, limit: int, apart: set[nn.Parameter]
+) -> list[list[nn.Parameter]]:
     """What goes into each bucket: parameters of one axis, in order; the bucket that is complete first comes first."""
     groups: list[list[nn.Parameter]] = []
     room: list[int] = []
@@ -117,13 +127,13 @@ def _groups(parameters: list[tuple[nn.Parameter, Axis]], dtype: torch.dtype, lim
     filling: dict[str, int] = {}
     for index, (p, axis) in enumerate(parameters):
         size = p.numel() * dtype.itemsize
-        if axis.name not in filling or size > room[filling[axis.name]]:
+        if axis.name not in filling or size > room[filling[axis.name]] or p in apart:
             filling[axis.name] = len(groups)
             groups.append([])
             room.append(limit)
             ends.append(index)
         at = filling[axis.name]
         groups[at].append(p)
-        room[at] -= size
+        room[at] = 0 if p in apart else room[at] - size
         ends[at] = index
     return [groups[i] for i in sorted(range(len(groups)), key=ends.__getitem__)]

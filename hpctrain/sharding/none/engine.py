@@ -50,11 +50,14 @@ class PlainEngine(Engine):
         if COMPUTE[precision] == master(precision):
             self.masters = {name: p.detach() for name, p in self.working.items()}
         self.scale = LossScale(config.train.loss_scale, dynamic=precision == "fp16")
+        uneven = config.model.vocab % mesh.tp.size > 0
+        apart = {spec.name for spec in parameter_specs(config.model) if uneven and "vocab" in spec.cuts}
         self.buckets = GradientBuckets(
             {p: mesh.reduction(records[n]) for n, p in self.working.items() if p.requires_grad},
             master(precision),
             int(config.sharding.bucket_mib * 2**20),
             config.train.overlap,
+            [p for name, p in self.working.items() if name in apart],
         )
         gradients = self.buckets.gradients()
         self.gradients = {name: gradients[p] for name, p in self.working.items() if p in gradients}

@@ -12,9 +12,8 @@ from collections.abc import Callable, Iterable
 from hpctrain.config.schema import RunConfig
 from hpctrain.errors import ConfigError
 from hpctrain.layout.layout import Layout
-from hpctrain.layout.placement import misfit, tp_sizes
+from hpctrain.layout.placement import misfit, tp_sizes, zero_misfit
 from hpctrain.layout.schedule import ZERO_BUBBLE, make_schedule
-from hpctrain.layout.stages import stages
 
 Rule = Callable[[RunConfig], None]
 LayoutRule = Callable[[RunConfig, Layout], None]
@@ -207,15 +206,15 @@ def _expert_parallel(config: RunConfig, layout: Layout) -> None:
         _refuse("parallel.ep", layout.ep, f"must divide model.moe.experts={model.moe.experts}", f"use {allowed}")
     if model.expert_width % layout.etp:
         _refuse("parallel.etp", layout.etp, f"must divide the width of an expert, {model.expert_width}", "use 1")
-    if config.engine != "deepspeed" or layout.ep * layout.etp == layout.tp:
-        return
-    if stage == 3:
-        reason = "shards parameters over the same ranks, dp x cp, and with ep x etp other than tp experts lie elsewhere"
+    unfit = zero_misfit(model, layout, stage)
+    if unfit == "stage":
+        reason = "shards every parameter over dp x cp, and experts lie elsewhere unless ep x etp is tp"
         fix = f"use 1 or 2, or parallel.ep={layout.tp // layout.etp}"
         _refuse("sharding.stage", 3, reason, fix)
-    with_experts = {s.home for s in stages(model, layout) if any(model.routed(layer) for layer in s.layers)}
-    if len(with_experts) < layout.pp:
-        reason = "leaves a rank of the pipeline without experts, and DeepSpeed takes the norm of as many kinds everywhere"
+    if unfit == "pp":
+        reason = (
+            "leaves a rank of the pipeline without experts, and DeepSpeed takes the norm of as many kinds everywhere"
+        )
         _refuse("parallel.pp", layout.pp, reason, "use sharding.stage=0, or a smaller model.moe.dense_layers")
 
 

@@ -18,7 +18,7 @@ from functools import cache
 from hpctrain.config.schema import RunConfig
 from hpctrain.errors import ConfigError
 from hpctrain.layout.layout import Layout
-from hpctrain.layout.placement import cut_of, placements, tied_copy, tp_sizes
+from hpctrain.layout.placement import cut_of, placements, tied_copy, tp_sizes, zero_misfit
 from hpctrain.layout.schedule import make_schedule
 from hpctrain.layout.stages import Stage, stages_of
 
@@ -65,11 +65,12 @@ def _fullest(config: RunConfig, layout: Layout, held: list[_Held]) -> Memory:
 
 @dataclass(frozen=True)
 class _Held:
-    """The fullest rank of a place on pp: its stages, the elements of each of its parameters before ZeRO shards them,
-    and those of the embedding's copy for a head in another stage: its values, and its gradient."""
+    """The fullest rank of a place on pp: its stages, the elements of each of its parameters before ZeRO shards them, by
+    the number of ranks that would, and those of the embedding's copy for a head in another stage: its values, and its
+    gradient."""
 
     stages: tuple[Stage, ...]
-    parameters: list[int]
+    parameters: dict[int, list[int]]
     copied: int
     copied_gradient: int
 
@@ -78,7 +79,10 @@ def _held(config: RunConfig, layout: Layout) -> list[_Held]:
     out = []
     for rank in (layout.rank(pp=index) for index in range(layout.pp)):
         mine = stages_of(config.model, layout, rank)
-        parameters = [math.prod(p.local_shape) for p in placements(config.model, layout, rank).values()]
+        parameters: dict[int, list[int]] = {}
+        for record in placements(config.model, layout, rank).values():
+            ranks = math.prod(layout.sizes(record.reduced_over))
+            parameters.setdefault(ranks, []).append(math.prod(record.local_shape))
         copy = tied_copy(config.model, layout, rank) if mine[-1].last else None
         gradient = math.prod(copy.local_shape) if copy else 0
         out.append(_Held(mine, parameters, 0 if mine[0].first else gradient, gradient))
@@ -90,8 +94,9 @@ def _estimate(config: RunConfig, layout: Layout, of_rank: _Held) -> Memory:
     compute = COMPUTE_BYTES[config.train.precision]
     master = max(compute, 4)
     stage = config.sharding.stage if config.engine == "deepspeed" else 0
-    numel = sum(held)
-    shard = -(-numel // layout.dp)
+    numel = sum(map(sum, held.values()))
+    shards = {ranks: -(-sum(sizes) // ranks) for ranks, sizes in held.items()}
+    shard = sum(shards.values())
     separate = compute < master or config.engine == "deepspeed"  # DeepSpeed copies even float32 weights
     copies = 2 + separate  # two moments, and the master weights
     gathered = 0 if config.sharding.reshard_after_forward else numel  # else a layer's at a time
@@ -100,7 +105,7 @@ def _estimate(config: RunConfig, layout: Layout, of_rank: _Held) -> Memory:
     optimizer = copies * master * (shard if stage >= 1 else numel)
     # DeepSpeed's moments are there from the start, in stage 3 its gradients too, while the initial values of the
     # largest fragment are drawn and copied. Engine none starts with neither: it then holds less than in a step.
-    fragment = -(-max(held) // layout.dp) if stage >= 3 else min(max(held), shard)
+    fragment = max(-(-max(s) // r) if stage >= 3 else min(max(s), shards[r]) for r, s in held.items())
     kept = compute * (shard if stage >= 3 else numel) + optimizer + gradients * (stage >= 3)
     building = kept + 2 * master * fragment if stage else 0
     weights += compute * of_rank.copied
@@ -190,12 +195,15 @@ def _alternatives(config: RunConfig, layout: Layout, available: int) -> Iterator
     again = config.train.recompute
     recomputes = dict.fromkeys((again, "full"))
     for tp in (t for t in tp_sizes(config.model, ranks) if t >= layout.tp):
-        if layout.sp and config.data.seq % tp:
+        etp = tp if layout.etp > 1 else 1
+        if (layout.sp and config.data.seq % tp) or ranks % (layout.ep * etp) or config.model.expert_width % etp:
             continue
-        resized = replace(layout, dp=ranks // tp, tp=tp)
+        resized = replace(layout, dp=ranks // tp, tp=tp, etp=etp)
         held = _held(config, resized)
         for s, r, m in itertools.product(stages, recomputes, micros):
             if config.train.global_batch % (resized.dp * m) or (s > stage and resized.dp == 1):
+                continue
+            if zero_misfit(config.model, resized, s):
                 continue
             changed = config.model_copy(
                 update={
@@ -209,5 +217,6 @@ def _alternatives(config: RunConfig, layout: Layout, available: int) -> Iterator
                     "train.recompute": (r, again),
                     "sharding.stage": (s, stage),
                     "parallel.tp": (tp, layout.tp),
+                    "parallel.etp": (etp, layout.etp),
                 }
                 yield {key: new for key, (new, old) in values.items() if new != old}

@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from hpctrain.config.schema import ModelConfig
 from hpctrain.layout.layout import EXPERT_AXES, Layout, Ranks, split
 from hpctrain.layout.parameters import Cut, ParameterSpec, parameter_specs, units
-from hpctrain.layout.stages import shares_embedding, stages_of
+from hpctrain.layout.stages import shares_embedding, stages, stages_of
 
 Index = tuple[int, ...]
 
@@ -107,6 +108,20 @@ def misfit(model: ModelConfig, tp: int) -> Cut | None:
 def tp_sizes(model: ModelConfig, ranks: int) -> list[int]:
     """Sizes of tp that divide `ranks` and over which every dim can be cut."""
     return [tp for tp in range(1, ranks + 1) if ranks % tp == 0 and misfit(model, tp) is None]
+
+
+def zero_misfit(model: ModelConfig, layout: Layout, stage: int) -> Literal["stage", "pp"] | None:
+    """What keeps ZeRO of a stage from this layout of a model with experts, if anything does.
+
+    Stage 3 shards all parameters over the same ranks, so experts must be reduced over dp x cp as others are. Stages 1
+    and 2 take a norm of each kind of parameter over all stages of a pipeline, so all must have experts if any has.
+    """
+    if model.moe is None or not stage or layout.ep * layout.etp == layout.tp:
+        return None
+    if stage == 3:
+        return "stage"
+    with_experts = {s.home for s in stages(model, layout) if any(map(model.routed, s.layers))}
+    return "pp" if len(with_experts) < layout.pp else None
 
 
 def place(spec: ParameterSpec, model: ModelConfig, layout: Layout, rank: int) -> Placement:

@@ -62,9 +62,7 @@ def same(first: CheckpointReader, later: CheckpointReader) -> None:
 
 
 @pytest.mark.parametrize(("stage", "chain"), [(0, LAYOUTS), (2, ["ep2-edp2", "ep4-tp2", "ep2-tp2-etp2", "ep2-edp2"])])
-def test_every_bit_comes_through(
-    tmp_path: Path, ranks: Callable[..., list[Any]], stage: int, chain: list[str]
-) -> None:
+def test_every_bit_comes_through(tmp_path: Path, ranks: Callable[..., list[Any]], stage: int, chain: list[str]) -> None:
     """Two steps under ep=2, then saved under every other spread in turn: weights, moments, biases stay what they were."""
     config, before, readers = make_config(model=MODEL), None, []
     for number, name in enumerate(["ep2-edp2", *chain]):
@@ -79,9 +77,7 @@ def test_every_bit_comes_through(
 
 
 @pytest.mark.parametrize(("after", "stage"), [("ep4-tp2", 0), ("pp2-ep4-tp2", 0), ("ep2-tp2-etp2", 1)])
-def test_another_spread_continues(
-    tmp_path: Path, ranks: Callable[..., list[Any]], after: str, stage: int
-) -> None:
+def test_another_spread_continues(tmp_path: Path, ranks: Callable[..., list[Any]], after: str, stage: int) -> None:
     whole = ranks(1, life, None, tmp_path / "whole", "one", 0, 3)[0]
     ranks(4, life, None, tmp_path / "run", "ep2-edp2", 0, 2)
     for rest in ranks(LAYOUTS[after][1], life, tmp_path / "run", tmp_path / "rest", after, 2, 3, stage):

@@ -81,7 +81,7 @@ CASES = [
         "model.moe.experts=8 sharding.stage=3",
         4,
         "sharding.stage",
-        "experts lie elsewhere; use 1 or 2, or parallel.ep=2",
+        "unless ep x etp is tp; use 1 or 2, or parallel.ep=2",
         "parallel.ep=2",
     ),
     (

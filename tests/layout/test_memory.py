@@ -189,3 +189,35 @@ def test_building_is_named_where_it_is_more() -> None:
 
 def test_description() -> None:
     assert Memory(GIB, GIB // 2, 2 * GIB, 0).describe() == "weights 1, gradients 0.5, optimizer 2, activations 0 GiB"
+
+
+MOE = "model.moe.experts=8 model.moe.ffn=64 model.bias=false parallel.tp=1"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "split", "dense_ranks", "edp"),
+    [
+        ("", 1, 4, 4),
+        ("parallel.ep=2", 2, 4, 2),
+        ("parallel.ep=4", 4, 4, 1),
+        ("parallel.tp=2", 1, 2, 4),
+        ("parallel.tp=2 parallel.ep=4", 4, 2, 1),
+        ("parallel.tp=2 parallel.ep=2 parallel.etp=2", 4, 2, 1),
+    ],
+)
+def test_state_of_experts(overrides: str, split: int, dense_ranks: int, edp: int) -> None:
+    """4 ranks under ZeRO 2: dense parameters are sharded over dp, experts over edp."""
+    config, layout = of(f"{MOE} sharding.stage=2 {overrides}", 4)
+    experts = sum(s.numel for s in parameter_specs(config.model) if "experts" in s.cuts) // split
+    memory = estimate(config, layout)
+    dense = memory.weights // 4 - experts
+    shard = -(-dense // dense_ranks) - (-experts // edp)
+    assert (memory.gradients, memory.optimizer) == (4 * shard, 12 * shard)
+    whole = sum(s.numel for s in parameter_specs(config.model) if "experts" not in s.cuts)
+    assert dense == whole if layout.tp == 1 else dense < whole
+
+
+def test_mends_of_a_model_with_experts_run() -> None:
+    found = mends(f"{MOE} parallel.tp=2 parallel.ep=2 parallel.etp=2 train.micro_batch=4", 8, 0.7, "gpt-tiny")
+    assert any("parallel.tp=4 parallel.etp=4" in proposal for proposal in found), found
+    assert not any("sharding.stage=3" in proposal for proposal in found)

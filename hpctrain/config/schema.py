@@ -94,6 +94,7 @@ class ModelConfig(Section):
     activation: Literal["swiglu", "gelu", "gelu_tanh"] = Field("swiglu", description="Of the MLP; swiglu has a gate.")
     bias: bool = Field(False, description="Biases on the linear layers.")
     tied: bool = Field(False, description="The output head is the embedding.")
+    qk_norm: bool = Field(False, description="RMSNorm of every head's queries and keys, before rotation.")
     dropout: Fraction = Field(0.0, description="On the embedding and on what each block adds to the residual.")
     init_std: Positive = Field(0.02, description="Standard deviation of initial weights.")
     moe: MoeConfig | None = None

@@ -2,9 +2,9 @@
 
 State is exact: weights, gradients and optimizer state of the boxes that the rank holds. Activations are an
 estimate of what backward needs: per token and layer the inputs and outputs of the two norms, queries, keys, values
-and attention output, and what the MLP keeps; attention scores are taken not to be stored (fused attention). What is
-recomputed is there for one layer at a time. Allocator waste, communication buffers and the framework itself are not
-counted.
+and attention output, and what the MLP keeps, or router and experts; attention scores are taken not to be stored (fused
+attention). What is recomputed is there for one layer at a time. Allocator waste, communication buffers and the
+framework itself are not counted.
 """
 
 from __future__ import annotations
@@ -137,22 +137,38 @@ def activation_bytes(config: RunConfig, tp: int, stage: Stage | None = None) -> 
     whole model."""
     model, width = config.model, COMPUTE_BYTES[config.train.precision]
     wide = max(width, 4)
-    heads, ffn, vocab = (cut_of(model, cut, tp, 0)[1] for cut in ("heads", "ffn", "vocab"))
+    heads, vocab = (cut_of(model, cut, tp, 0)[1] for cut in ("heads", "vocab"))
     hidden = model.hidden / tp if config.parallel.sp else model.hidden  # tp divides the sequence
     norms = 4 * hidden
     attention = 4 * heads * model.head_width  # keys and values are repeated to all heads before attention
-    mlp = (4 if model.gated else 2) * ffn
+    if model.qk_norm:  # queries and keys before it
+        attention += (heads + cut_of(model, "kv_heads", tp, 0)[1]) * model.head_width
     masks = 2 * hidden if model.dropout else 0
-    layer = norms + attention + mlp + masks
+    held = range(model.layers) if stage is None else stage.layers
+    whole = [norms + attention + masks + _mlp_activations(config, tp, model.routed(layer)) for layer in held]
     repeated = 2 * (heads - cut_of(model, "kv_heads", tp, 0)[1]) * model.head_width
-    kept = {"none": layer, "selective": layer - repeated, "full": hidden}[config.train.recompute]
+    kept = [{"none": n, "selective": n - repeated, "full": hidden}[config.train.recompute] for n in whole]
+    layers = (sum(kept) + max((n - k for n, k in zip(whole, kept)), default=0)) * width
     first, last = (True, True) if stage is None else (stage.first, stage.last)
-    number = model.layers if stage is None else len(stage.layers)
-    layers = (number * kept + bool(number) * (layer - kept)) * width
     ends = (first + last) * hidden * width
     logits = last * vocab * (width + 2 * wide)  # as computed, their exponentials, their gradient
     seen = config.data.seq if config.data.document_mask else 0
     return round(config.train.micro_batch * config.data.seq * (layers + ends + logits + seen))
+
+
+def _mlp_activations(config: RunConfig, tp: int, routed: bool) -> float:
+    """Numbers in the precision of the computation that a layer keeps of a token between its second norm and the
+    residual."""
+    model, moe = config.model, config.model.moe
+    inner = 4 if model.gated else 2
+    if moe is None or not routed:
+        return inner * cut_of(model, "ffn", tp, 0)[1]
+    wider = max(COMPUTE_BYTES[config.train.precision], 4) / COMPUTE_BYTES[config.train.precision]
+    router = wider * (model.hidden + 3 * moe.experts)  # its input, logits, scores, and these over their sum
+    share = moe.capacity or 1.0
+    rows = moe.top_k * (share if moe.overflow == "pad" else min(share, 1.0))
+    experts = rows * (model.hidden + inner * model.expert_width) + moe.top_k * model.hidden
+    return router + experts + (inner * cut_of(model, "shared_ffn", tp, 0)[1] if moe.shared_ffn else 0)
 
 
 def check_memory(config: RunConfig, layout: Layout, available: int) -> None:

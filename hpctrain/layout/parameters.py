@@ -36,6 +36,7 @@ class ParameterSpec:
         init: initial values.
         layer: index of the transformer layer it belongs to; None for embedding, final norm and head.
         output: of those, whether it comes after the layers (norm and head).
+        by_head: not cut, and yet each rank uses it for its own heads alone.
         decay: whether weight decay applies (matrices).
     """
 
@@ -45,6 +46,7 @@ class ParameterSpec:
     init: Init
     layer: int | None = None
     output: bool = False
+    by_head: bool = False
 
     @property
     def decay(self) -> bool:
@@ -105,6 +107,10 @@ def parameter_specs(model: ModelConfig) -> tuple[ParameterSpec, ...]:
         linear(f"{at}.attention.qkv.q", (model.heads * model.head_width, h), ("heads", None), normal, i)
         linear(f"{at}.attention.qkv.k", (model.kv * model.head_width, h), ("kv_heads", None), normal, i)
         linear(f"{at}.attention.qkv.v", (model.kv * model.head_width, h), ("kv_heads", None), normal, i)
+        for part in ("q", "k") if model.qk_norm else ():
+            one = Init(constant=1.0)
+            name = f"{at}.attention.{part}_norm.weight"
+            out.append(ParameterSpec(name, (model.head_width,), (None,), one, i, by_head=True))
         linear(f"{at}.attention.output", (h, model.heads * model.head_width), (None, "heads"), residual, i)
         norm(f"{at}.mlp_norm", i)
         if not model.routed(i):

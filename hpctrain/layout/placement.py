@@ -138,7 +138,7 @@ def place(spec: ParameterSpec, model: ModelConfig, layout: Layout, rank: int) ->
         start[dim], shape[dim] = first * unit, count * unit
     peers = layout.group_of(rank, "tp")
     replicas = peers[tp // copies * copies :][:copies]
-    partial = ("tp",) if copies > 1 and (layout.sp or any(spec.cuts)) else ()
+    partial = ("tp",) if copies > 1 and (layout.sp or spec.by_head or any(spec.cuts)) else ()
     box = Box(tuple(start), (0,) * len(shape), tuple(shape))
     return Placement(spec.name, spec.shape, (box,), replicas, partial)
 

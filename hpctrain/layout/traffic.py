@@ -89,7 +89,7 @@ def _of_stage(config: RunConfig, layout: Layout, rank: int, stage: Stage) -> Tra
     sums = Payload()  # of gradients that arise in parts
     for spec in filter(stage.holds, parameter_specs(model)):
         record = place(spec, model, layout, rank)
-        if record.partial_over and any(spec.cuts):  # key/value heads that several ranks hold
+        if record.partial_over and (spec.by_head or any(spec.cuts)):  # norms of heads; key/value heads held twice
             sums += Payload(1, math.prod(record.local_shape) * wide)
     gathers = Payload(1, NUMBERS_OF_LOSS * tokens * wide) * last
     scatters = Payload()

@@ -3,13 +3,14 @@ parallelism replaces."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from hpctrain.config.schema import ModelConfig
+from hpctrain.model.grouped import grouped_linear, has_kernel, kernel_linear, room_for, slots_of
 from hpctrain.model.mlp import Mlp, activate, input_names
 from hpctrain.model.router import Router
 
@@ -27,7 +28,7 @@ class MoE(nn.Module):
         self.router = Router(model)
         self.experts = Experts(model)
         self.shared = Mlp(model, model.moe.shared_ffn) if model.moe.shared_ffn else None
-        self.dispatch: nn.Module = LocalDispatch()
+        self.dispatch: nn.Module = LocalDispatch(model.moe.experts)
         self.padded = model.moe.capacity is not None and model.moe.overflow == "pad"
 
     def forward(self, x: Tensor, samples: Sequence[int], valid: Tensor | None) -> tuple[Tensor, Tensor | None]:
@@ -67,35 +68,17 @@ class Experts(nn.Module):
         Returns:
             [rows, hidden].
         """
-        sizes = counts.tolist()
-        inner = [_GroupedLinear.apply(x, self.get_parameter(name), sizes) for name in self.inputs]  # type: ignore[no-untyped-call]
-        out: Tensor = _GroupedLinear.apply(activate(self.activation, inner), self.down, sizes)  # type: ignore[no-untyped-call]
-        return out
+        if not has_kernel(x, self.down):
+            sizes = counts.tolist()
+            return self._each(x, lambda rows, weight: grouped_linear(rows, weight, sizes))
+        room, total = room_for(counts, len(x))
+        slots, ends = slots_of(counts, room), room.cumsum(0).int()
+        padded = x.new_zeros(total, x.shape[1]).index_put((slots,), x)
+        return self._each(padded, lambda rows, weight: kernel_linear(rows, weight, ends))[slots]
 
-
-class _GroupedLinear(torch.autograd.Function):
-    """Consecutive groups of rows [rows, in], of `sizes`, each times its own matrix of [experts, out, in]."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, sizes: list[int]) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        ctx.sizes = sizes
-        out = x.new_empty(len(x), weight.shape[1])
-        for into, rows, matrix in zip(out.split(sizes), x.split(sizes), weight):
-            torch.mm(rows, matrix.t(), out=into)
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        (x, weight), sizes, (grad,) = ctx.saved_tensors, ctx.sizes, grads
-        grad_x, grad_weight = torch.empty_like(x), torch.empty_like(weight)
-        parts = zip(grad.split(sizes), x.split(sizes), weight, grad_x.split(sizes), grad_weight)
-        for of_rows, rows, matrix, into_rows, into_matrix in parts:
-            if ctx.needs_input_grad[0]:
-                torch.mm(of_rows, matrix, out=into_rows)
-            if ctx.needs_input_grad[1]:
-                torch.mm(of_rows.t(), rows, out=into_matrix)
-        return tuple(g if needed else None for g, needed in zip((grad_x, grad_weight, None), ctx.needs_input_grad))
+    def _each(self, x: Tensor, linear: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+        inner = [linear(x, self.get_parameter(name)) for name in self.inputs]
+        return linear(activate(self.activation, inner), self.down)
 
 
 class Order(NamedTuple):
@@ -126,12 +109,20 @@ def combine(rows: Tensor, places: Tensor, weights: Tensor) -> Tensor:
         places: as in `Order`.
         weights: [tokens, top_k].
     """
-    choices = rows.new_zeros(weights.numel(), rows.shape[-1]).index_copy(0, places, rows)
+    choices = rows.new_zeros(weights.numel(), rows.shape[-1]).index_put((places,), rows)
     return torch.bmm(weights.to(rows.dtype)[:, None], choices.view(*weights.shape, -1))[:, 0]
 
 
 class LocalDispatch(nn.Module):
-    """All experts are here."""
+    """All experts are here.
+
+    Args:
+        number: of experts.
+    """
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.number = number
 
     def forward(self, x: Tensor, ids: Tensor, weights: Tensor, experts: nn.Module, rows: int | None) -> Tensor:
         """
@@ -145,18 +136,11 @@ class LocalDispatch(nn.Module):
         Returns:
             [tokens, hidden].
         """
-        number = experts.down.shape[0]
-        places, counts = by_expert(ids, number)
+        places, counts = by_expert(ids, self.number)
         sent = x[places // ids.shape[1]]
         if rows is None:
             return combine(experts(sent, counts), places, weights)
-        slots = slots_of(counts, rows)
-        padded = sent.new_zeros(number * rows, x.shape[1]).index_copy(0, slots, sent)
-        return combine(experts(padded, torch.full_like(counts, rows))[slots], places, weights)
-
-
-def slots_of(counts: Tensor, rows: int) -> Tensor:
-    """Where rows in the order of experts lie when each expert has `rows` of them, [sum of counts] int64."""
-    experts = torch.arange(len(counts), device=counts.device)
-    gaps = experts * rows - (counts.cumsum(0) - counts)
-    return torch.arange(int(counts.sum()), device=counts.device) + gaps.repeat_interleave(counts)
+        room = torch.full_like(counts, rows)
+        slots = slots_of(counts, room)
+        padded = sent.new_zeros(self.number * rows, x.shape[1]).index_put((slots,), sent)
+        return combine(experts(padded, room)[slots], places, weights)

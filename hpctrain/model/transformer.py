@@ -63,7 +63,7 @@ class DotProductAttention(nn.Module):
 
 
 class Attention(nn.Module):
-    """Multi-head attention with rotary or no position embedding."""
+    """Multi-head attention with rotary or no position embedding, with or without norms of queries and keys."""
 
     def __init__(self, model: ModelConfig) -> None:
         super().__init__()
@@ -71,11 +71,14 @@ class Attention(nn.Module):
         queries, keys = model.heads * self.width, model.kv * self.width
         sizes = {"q": queries, "k": keys, "v": keys}
         self.qkv = FanOut({n: nn.Linear(model.hidden, size, bias=model.bias) for n, size in sizes.items()})
+        self.q_norm = nn.RMSNorm(self.width, eps=model.norm_eps) if model.qk_norm else nn.Identity()
+        self.k_norm = nn.RMSNorm(self.width, eps=model.norm_eps) if model.qk_norm else nn.Identity()
         self.core: nn.Module = DotProductAttention()
         self.output: nn.Module = nn.Linear(queries, model.hidden, bias=model.bias)
 
     def forward(self, x: Tensor, rope: tuple[Tensor, Tensor] | None, mask: Tensor | None) -> Tensor:
         q, k, v = (t.unflatten(-1, (-1, self.width)).transpose(1, 2) for t in self.qkv(x))
+        q, k = self.q_norm(q), self.k_norm(k)
         if rope is not None:
             q, k = rotate(q, *rope), rotate(k, *rope)
         out: Tensor = self.output(self.core(q, k, v, mask).transpose(1, 2).flatten(2))

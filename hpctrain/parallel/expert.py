@@ -17,7 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from hpctrain.layout.layout import split
-from hpctrain.model.moe import by_expert, combine, slots_of
+from hpctrain.model.grouped import slots_of
+from hpctrain.model.moe import by_expert, combine
 from hpctrain.model.router import Capacity, Router, Routing
 from hpctrain.model.transformer import Transformer
 from hpctrain.parallel.autograd import all_rows, exchange_rows, gather_rows, own_rows, scatter_rows, shared
@@ -89,8 +90,8 @@ class ExpertDispatch(nn.Module):
         sent = x[places // ids.shape[1]]
         if rows is None:
             return combine(self._travel(sent, experts, self._route(counts)), places, weights)
-        slots = slots_of(counts, rows)
-        padded = sent.new_zeros(everywhere * rows, x.shape[1]).index_copy(0, slots, sent)
+        slots = slots_of(counts, torch.full_like(counts, rows))
+        padded = sent.new_zeros(everywhere * rows, x.shape[1]).index_put((slots,), sent)
         route = self._even_route(rows, x.device)
         return combine(self._travel(padded, experts, route)[slots], places, weights)
 

@@ -18,7 +18,7 @@ from hpctrain.parallel.loss import VocabParallelCrossEntropy
 from hpctrain.parallel.mesh import Mesh
 from hpctrain.parallel.precision import master
 from hpctrain.parallel.recompute import apply_recomputation
-from hpctrain.parallel.sequence import apply_sequence_parallelism
+from hpctrain.parallel.sequence import SequenceNorm, apply_sequence_parallelism
 from hpctrain.parallel.tensor import ColumnFanOut, ColumnHead, Region, RowLinear, VocabParallelEmbedding
 
 Records = dict[str, Placement]
@@ -93,6 +93,10 @@ def apply_tensor_parallelism(model: Transformer, mesh: Mesh, region: Region, rec
         model.embedding = VocabParallelEmbedding(model.embedding, start, region)
     for index, layer in model.numbered_layers():
         layer.attention.qkv = column(f"layers.{index}.attention.qkv", layer.attention.qkv)
+        if model.model.qk_norm:
+            at = f"layers.{index}.attention"
+            layer.attention.q_norm = SequenceNorm(layer.attention.q_norm, mesh.partial(records[f"{at}.q_norm.weight"]))
+            layer.attention.k_norm = SequenceNorm(layer.attention.k_norm, mesh.partial(records[f"{at}.k_norm.weight"]))
         layer.attention.output = RowLinear(_linear(layer.attention.output), region)
         if layer.mlp is not None:
             layer.mlp.inputs = column(f"layers.{index}.mlp.inputs", layer.mlp.inputs)

@@ -65,7 +65,7 @@ def compared(layout: Layout, choice: str, rows: int | None) -> None:
     """On every rank: all it holds is what one process computes."""
     mesh = build_mesh(layout, torch.device("cpu"), timeout_s=60)
     alone, here = whole_experts(), whole_experts()
-    wants = [through(LocalDispatch(), alone, choice, data, rows) for data in range(layout.dp)]
+    wants = [through(LocalDispatch(EXPERTS), alone, choice, data, rows) for data in range(layout.dp)]
     windows = {}
     for name, p in list(here.named_parameters()):
         (spec,) = (s for s in parameter_specs(MODEL) if s.name == f"layers.0.moe.experts.{name}")

@@ -10,7 +10,7 @@ from tests.training import assemble, compare, make_config, reference, run
 
 MODELS = {
     "gqa": {},
-    "mqa": dict(model=dict(kv_heads=1)),
+    "mqa": dict(model=dict(kv_heads=1, qk_norm=True)),
     "tied": dict(model=dict(tied=True)),
     "gpt": dict(
         model=dict(kv_heads=4, norm="layernorm", position="learned", activation="gelu", bias=True, dropout=0.2),

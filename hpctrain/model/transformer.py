@@ -7,6 +7,8 @@ Parameter names and shapes are those of `hpctrain.layout.parameters.parameter_sp
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -140,6 +142,9 @@ class Transformer(nn.Module):
         model: its shape.
         seed: of the run, for dropout.
         loss: what turns logits and labels into a sum of losses.
+
+    Attributes:
+        mask: makes of documents what attention's cores are given.
     """
 
     def __init__(self, model: ModelConfig, seed: int = 0, loss: CrossEntropy | None = None) -> None:
@@ -152,6 +157,7 @@ class Transformer(nn.Module):
         self.norm: nn.Module | None = make_norm(model)
         self.head: Head | None = Head(model)
         self.loss = loss or CrossEntropy()
+        self.mask: Callable[[Tensor], Tensor] = document_mask
 
     def take(self, layers: range, first: bool, last: bool) -> None:
         """Keep these layers alone; what comes before all of them only if `first`, what comes after only if `last`."""
@@ -175,7 +181,7 @@ class Transformer(nn.Module):
             hidden: [batch, seq, hidden] what the layers before return, where the embedding is missing.
             tied: the embedding's weight for a head without its own, where the embedding is missing.
         """
-        x = self.states(batch.tokens, batch.documents, batch.samples, hidden)
+        x = self.states(batch.tokens, batch.documents, batch.samples, hidden, batch.positions)
         if self.head is None:
             return x
         total: Tensor = self.loss(self.predict(x, tied), batch.labels)
@@ -199,6 +205,7 @@ class Transformer(nn.Module):
         documents: Tensor | None = None,
         samples: Tensor | None = None,
         hidden: Tensor | None = None,
+        positions: Tensor | None = None,
     ) -> Tensor:
         """Hidden states [batch, seq, hidden] after the last layer held.
 
@@ -207,14 +214,15 @@ class Transformer(nn.Module):
             documents: [batch, seq]; attention stays within equal values. None: it does not stop.
             samples: [batch] global sample counts, needed only where dropout is active.
             hidden: in the place of embedded tokens, where the embedding is missing.
+            positions: [seq] of the tokens in their samples; None: all, from 0 on.
         """
         dropped = self.training and self.model.dropout > 0
         assert samples is not None or not dropped, "dropout needs to know the samples"
         keys = samples.tolist() if samples is not None and dropped else []
-        places = torch.arange(tokens.shape[1], device=tokens.device)
+        places = torch.arange(tokens.shape[1], device=tokens.device) if positions is None else positions
         x = self._embed(tokens, places, keys) if hidden is None else hidden
         rope = rotation(self.model, places, x.dtype) if self.model.position == "rope" else None
-        mask = None if documents is None else document_mask(documents)
+        mask = None if documents is None else self.mask(documents)
         for layer in self.layers.values():
             x = layer(x, rope, mask, keys)
         return x

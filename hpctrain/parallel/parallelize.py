@@ -12,6 +12,7 @@ from hpctrain.layout.stages import Stage, stages_of
 from hpctrain.model.loss import CrossEntropy
 from hpctrain.model.random import initial_values
 from hpctrain.model.transformer import FanOut, Transformer
+from hpctrain.parallel.context import apply_context_parallelism
 from hpctrain.parallel.loss import VocabParallelCrossEntropy
 from hpctrain.parallel.mesh import Mesh
 from hpctrain.parallel.precision import master
@@ -57,7 +58,7 @@ def parallelize(model: Transformer, stage: Stage, mesh: Mesh, config: RunConfig,
     """Turn a plain model on the meta device into this rank's part of one stage, in place.
 
     Order: keep the stage's parts, cut every parameter to its box, tensor parallelism, sequence parallelism,
-    recomputation.
+    context parallelism, recomputation.
     """
     model.take(stage.layers, stage.first, stage.last)
     cut_parameters(model, records)
@@ -66,6 +67,8 @@ def parallelize(model: Transformer, stage: Stage, mesh: Mesh, config: RunConfig,
         apply_tensor_parallelism(model, mesh, region, records)
         if region.sequence:
             apply_sequence_parallelism(model, mesh, records)
+    if mesh.cp.size > 1:
+        apply_context_parallelism(model, mesh, config)
     apply_recomputation(model, config.train.recompute)
 
 

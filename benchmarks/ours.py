@@ -13,6 +13,7 @@ def ours(config: RunConfig, world: int) -> Work:
     from hpctrain.layout.layout import Layout
     from hpctrain.layout.placement import replica_groups
     from hpctrain.model.batch import Batch
+    from hpctrain.parallel.context import own_part
     from hpctrain.parallel.mesh import build_mesh
     from hpctrain.parallel.parallelize import build_chunks
     from hpctrain.parallel.pipeline import Pipeline
@@ -27,7 +28,7 @@ def ours(config: RunConfig, world: int) -> Work:
     engine = build_engine(chunks, records, mesh, config)
     pipeline = Pipeline(engine, mesh, config)
     inputs, labels = random_tokens(config, mesh.dp.index, mesh.dp.size)
-    batch = Batch(inputs, labels, None, torch.arange(len(inputs)))
+    batch = own_part(Batch(inputs, labels, None, torch.arange(len(inputs))), config, mesh)
 
     def step() -> float:
         return train_step(config, pipeline, engine, batch, config.optimizer.lr)[0].mean

@@ -21,6 +21,7 @@ UserPath = Annotated[Path, AfterValidator(Path.expanduser)]
 NonNegative = Annotated[float, Field(ge=0.0)]
 
 Precision = Literal["float32", "bf16", "fp16", "float64"]
+CpMethod = Literal["ring", "ulysses"]
 
 
 class Section(BaseModel):
@@ -144,7 +145,10 @@ class ParallelConfig(Section):
     stage_layers: tuple[Natural, ...] | None = Field(
         None, description="Layers of each of the pp x chunks virtual stages; null splits them evenly."
     )
-    cp: Count = Field(1, description="Context parallelism: the sequence is split. Not in this version.")
+    cp: Count = Field(1, description="Context parallelism: every sequence is split, all layers included.")
+    cp_method: CpMethod = Field(
+        "ring", description="How attention sees it whole: keys and values go around, or heads are split instead."
+    )
     ep: Count = Field(1, description="Expert parallelism: the experts of a layer are spread over the ranks of a stage.")
     etp: Count = Field(1, description="Tensor parallelism inside an expert: 1 or tp.")
 

@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterable
 
 from hpctrain.config.schema import RunConfig
 from hpctrain.errors import ConfigError
+from hpctrain.layout.context import misfit as does_not_split
+from hpctrain.layout.context import multiple
 from hpctrain.layout.layout import Layout
 from hpctrain.layout.placement import misfit, tp_sizes, zero_misfit
 from hpctrain.layout.schedule import ZERO_BUBBLE, make_schedule
@@ -33,8 +35,6 @@ def validate(config: RunConfig, world: int) -> None:
 
 
 def _available(config: RunConfig) -> None:
-    if (size := config.parallel.cp) > 1:
-        _refuse("parallel.cp", size, "context parallelism is not available in this version", "use 1")
     if config.engine == "fsdp":
         _refuse("sharding.engine", "fsdp", "is not available in this version", "use deepspeed with sharding.stage=3")
 
@@ -219,14 +219,25 @@ def _expert_parallel(config: RunConfig, layout: Layout) -> None:
 
 
 def _sequence_parallel(config: RunConfig, layout: Layout) -> None:
-    seq, tp = config.data.seq, layout.tp
-    if not layout.sp:
-        return
-    if tp == 1:
+    if layout.sp and layout.tp == 1:
         _refuse("parallel.sp", True, "splits the sequence over the ranks of parallel.tp, which is 1", "use false")
-    if seq % tp:
-        near = [n for n in (seq // tp * tp, (seq // tp + 1) * tp) if n]
-        _refuse("data.seq", seq, f"must be a multiple of parallel.tp={tp} with parallel.sp", f"use {_either(near)}")
+
+
+def _sequence(config: RunConfig, layout: Layout) -> None:
+    """Every rank of cp, and with sp every rank of tp, has the same share of a sequence."""
+    seq, parallel, cp = config.data.seq, config.parallel, layout.cp
+    cut = does_not_split(config.model, parallel, seq)
+    if cut == "heads":
+        heads = config.model.heads // layout.tp
+        reason = f"must divide the {heads} heads of a rank (model.heads / tp), which ulysses splits"
+        _refuse("parallel.cp", cp, reason, f"use {_either(_divisors(heads))}, or parallel.cp_method=ring")
+    if cut == "seq":
+        ring = ", twice over in a ring" if parallel.cp_method == "ring" else ""
+        reasons = [f"parallel.cp={cp}{ring}"] if cp > 1 else []
+        reasons += [f"parallel.tp={layout.tp} with parallel.sp"] if layout.sp else []
+        size = multiple(parallel)
+        near = [n for n in (seq // size * size, (seq // size + 1) * size) if n]
+        _refuse("data.seq", seq, f"must be a multiple of {size} for {' and '.join(reasons)}", f"use {_either(near)}")
 
 
 def _batch(config: RunConfig, layout: Layout) -> None:
@@ -255,7 +266,7 @@ RULES: tuple[Rule, ...] = (
     _evaluation,
     _checkpoints,
 )
-LAYOUT_RULES: tuple[LayoutRule, ...] = (_tensor_parallel, _expert_parallel, _sequence_parallel, _batch)
+LAYOUT_RULES: tuple[LayoutRule, ...] = (_tensor_parallel, _expert_parallel, _sequence_parallel, _sequence, _batch)
 
 
 def _refuse(path: str, value: object, allowed: str, fix: str = "") -> None:

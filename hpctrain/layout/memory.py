@@ -17,6 +17,7 @@ from functools import cache
 
 from hpctrain.config.schema import RunConfig
 from hpctrain.errors import ConfigError
+from hpctrain.layout.context import misfit
 from hpctrain.layout.layout import Layout
 from hpctrain.layout.placement import cut_of, placements, tied_copy, tp_sizes, zero_misfit
 from hpctrain.layout.schedule import make_schedule
@@ -54,8 +55,7 @@ class Memory:
 
 
 def estimate(config: RunConfig, layout: Layout) -> Memory:
-    """What the fullest rank of a layout needs. Context parallelism is not priced."""
-    assert layout.cp == 1, layout
+    """What the fullest rank of a layout needs."""
     return _fullest(config, layout, _held(config, layout))
 
 
@@ -118,7 +118,7 @@ def _live_activations(config: RunConfig, layout: Layout, stages: tuple[Stage, ..
     backward is complete, weights included, though a split backward frees a part of them before."""
     micro_batches = config.train.global_batch // (layout.dp * config.train.micro_batch)
     schedule = _schedule(layout.schedule, layout.pp, layout.chunks, max(1, micro_batches))
-    sizes = {stage.index: activation_bytes(config, layout.tp, stage) for stage in stages}
+    sizes = {stage.index: activation_bytes(config, layout, stage) for stage in stages}
     live = peak = 0
     for action in schedule.ranks[stages[0].home]:
         if action.kind == "forward":
@@ -132,43 +132,70 @@ def _live_activations(config: RunConfig, layout: Layout, stages: tuple[Stage, ..
 _schedule = cache(make_schedule)
 
 
-def activation_bytes(config: RunConfig, tp: int, stage: Stage | None = None) -> int:
+def activation_bytes(config: RunConfig, layout: Layout, stage: Stage | None = None) -> int:
     """Activations of one micro-batch that backward needs, and the logits with their gradient; of one stage, or of the
     whole model."""
-    model, width = config.model, COMPUTE_BYTES[config.train.precision]
+    model, width, tp = config.model, COMPUTE_BYTES[config.train.precision], layout.tp
     wide = max(width, 4)
-    heads, vocab = (cut_of(model, cut, tp, 0)[1] for cut in ("heads", "vocab"))
-    hidden = model.hidden / tp if config.parallel.sp else model.hidden  # tp divides the sequence
+    vocab = cut_of(model, "vocab", tp, 0)[1]
+    hidden = model.hidden / tp if layout.sp else model.hidden  # tp divides the sequence
     norms = 4 * hidden
-    attention = 4 * heads * model.head_width  # keys and values are repeated to all heads before attention
+    attention, spared = _attention(config, layout)
     if model.qk_norm:  # queries and keys before it
-        attention += (heads + cut_of(model, "kv_heads", tp, 0)[1]) * model.head_width
+        attention += sum(cut_of(model, cut, tp, 0)[1] for cut in ("heads", "kv_heads")) * model.head_width
     masks = 2 * hidden if model.dropout else 0
     held = range(model.layers) if stage is None else stage.layers
-    whole = [norms + attention + masks + _mlp_activations(config, tp, model.routed(layer)) for layer in held]
-    repeated = 2 * (heads - cut_of(model, "kv_heads", tp, 0)[1]) * model.head_width
-    kept = [{"none": n, "selective": n - repeated, "full": hidden}[config.train.recompute] for n in whole]
+    whole = [norms + attention + masks + _mlp_activations(config, layout, model.routed(layer)) for layer in held]
+    kept = [{"none": n, "selective": n - spared, "full": hidden}[config.train.recompute] for n in whole]
     layers = (sum(kept) + max((n - k for n, k in zip(whole, kept)), default=0)) * width
     first, last = (True, True) if stage is None else (stage.first, stage.last)
     ends = (first + last) * hidden * width
     logits = last * vocab * (width + 2 * wide)  # as computed, their exponentials, their gradient
-    seen = config.data.seq if config.data.document_mask else 0
-    return round(config.train.micro_batch * config.data.seq * (layers + ends + logits + seen))
+    seen = _documents(config, layout)
+    return round(config.train.micro_batch * config.data.seq / layout.cp * (layers + ends + logits + seen))
 
 
-def _mlp_activations(config: RunConfig, tp: int, routed: bool) -> float:
+def _attention(config: RunConfig, layout: Layout) -> tuple[float, float]:
+    """Elements that attention keeps of a token of a layer, and how many of them are spared by computing it again.
+
+    Queries, keys, values and output; keys and values repeated to all heads, but not where attention is ours: in a
+    ring, and under Ulysses with documents.
+    """
+    model, wide = config.model, max(COMPUTE_BYTES[config.train.precision], 4)
+    heads, kv = (cut_of(model, cut, layout.tp, 0)[1] for cut in ("heads", "kv_heads"))
+    inputs, output = (heads + 2 * kv) * model.head_width, heads * model.head_width
+    sums = heads * wide / COMPUTE_BYTES[config.train.precision]  # one of each query
+    ring = config.parallel.cp_method == "ring"
+    if layout.cp > 1 and ring:
+        return inputs + output + sums, sums
+    if layout.cp == 1:
+        return 4 * output, 3 * output - inputs
+    kv = math.lcm(kv, layout.cp)
+    traded = (heads + 2 * kv) * model.head_width + sums if config.data.document_mask else 3 * output
+    return traded + 2 * output, traded + output - inputs  # its output before and after it is traded back
+
+
+def _documents(config: RunConfig, layout: Layout) -> int:
+    """Bytes a token: what each sees as a mask, or, under context parallelism, the documents of the whole sample."""
+    if not config.data.document_mask:
+        return 0
+    return 8 * layout.cp if layout.cp > 1 else config.data.seq
+
+
+def _mlp_activations(config: RunConfig, layout: Layout, routed: bool) -> float:
     """Numbers in the precision of the computation that a layer keeps of a token between its second norm and the
-    residual."""
-    model, moe = config.model, config.model.moe
+    residual. Tokens are taken to be spread evenly over experts."""
+    model, moe, tp = config.model, config.model.moe, layout.tp
     inner = 4 if model.gated else 2
     if moe is None or not routed:
         return inner * cut_of(model, "ffn", tp, 0)[1]
     wider = max(COMPUTE_BYTES[config.train.precision], 4) / COMPUTE_BYTES[config.train.precision]
     router = wider * (model.hidden + 3 * moe.experts)  # its input, logits, scores, and these over their sum
     share = moe.capacity or 1.0
-    rows = moe.top_k * (share if moe.overflow == "pad" else min(share, 1.0))
-    experts = rows * (model.hidden + inner * model.expert_width) + moe.top_k * model.hidden
-    return router + experts + (inner * cut_of(model, "shared_ffn", tp, 0)[1] if moe.shared_ffn else 0)
+    rows = moe.top_k * (share if moe.overflow == "pad" else min(share, 1.0)) / tp
+    experts = rows * (layout.etp * model.hidden + inner * model.expert_width) + moe.top_k * model.hidden / tp
+    shared = inner * cut_of(model, "shared_ffn", tp, 0)[1] if moe.shared_ffn else 0
+    return (router / tp if layout.sp else router) + experts + shared
 
 
 def check_memory(config: RunConfig, layout: Layout, available: int) -> None:
@@ -203,21 +230,17 @@ def _gib(size: float) -> str:
 
 
 def _alternatives(config: RunConfig, layout: Layout, available: int) -> Iterator[dict[str, int | str]]:
-    """Changes of micro-batch, recomputation, stage and tp on the same ranks that fit; the mildest of each first."""
+    """Changes of micro-batch, recomputation, stage, tp and cp on the same ranks that fit; the mildest of each first."""
     micro, stage, ranks = config.train.micro_batch, config.sharding.stage, layout.world // layout.pp
     micros = [m for m in range(micro, 0, -1) if micro % m == 0]
     fixed = config.train.precision == "float64" or config.sharding.engine == "none"
     stages = [stage] if fixed else range(stage, 4)
     again = config.train.recompute
     recomputes = dict.fromkeys((again, "full"))
-    for tp in (t for t in tp_sizes(config.model, ranks) if t >= layout.tp):
-        etp = tp if layout.etp > 1 else 1
-        if (layout.sp and config.data.seq % tp) or ranks % (layout.ep * etp) or config.model.expert_width % etp:
-            continue
-        resized = replace(layout, dp=ranks // tp, tp=tp, etp=etp)
+    for resized in _resized(config, layout, ranks):
         held = _held(config, resized)
         for s, r, m in itertools.product(stages, recomputes, micros):
-            if config.train.global_batch % (resized.dp * m) or (s > stage and resized.dp == 1):
+            if config.train.global_batch % (resized.dp * m) or (s > stage and resized.dp * resized.cp == 1):
                 continue
             if zero_misfit(config.model, resized, s):
                 continue
@@ -232,7 +255,20 @@ def _alternatives(config: RunConfig, layout: Layout, available: int) -> Iterator
                     "train.micro_batch": (m, micro),
                     "train.recompute": (r, again),
                     "sharding.stage": (s, stage),
-                    "parallel.tp": (tp, layout.tp),
-                    "parallel.etp": (etp, layout.etp),
+                    "parallel.tp": (resized.tp, layout.tp),
+                    "parallel.etp": (resized.etp, layout.etp),
+                    "parallel.cp": (resized.cp, layout.cp),
                 }
                 yield {key: new for key, (new, old) in values.items() if new != old}
+
+
+def _resized(config: RunConfig, layout: Layout, ranks: int) -> Iterator[Layout]:
+    """Layouts of as many ranks a stage with as much tensor and context parallelism, or more of one of them."""
+    for tp in (t for t in tp_sizes(config.model, ranks) if t >= layout.tp):
+        for cp in (c for c in range(layout.cp, ranks // tp + 1) if ranks // tp % c == 0):
+            sizes = config.parallel.model_copy(update={"tp": tp, "cp": cp})
+            if (tp > layout.tp and cp > layout.cp) or misfit(config.model, sizes, config.data.seq):
+                continue
+            etp = tp if layout.etp > 1 else 1
+            if ranks % (layout.ep * etp) == 0 and config.model.expert_width % etp == 0:
+                yield replace(layout, dp=ranks // (tp * cp), tp=tp, cp=cp, etp=etp)

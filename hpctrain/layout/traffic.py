@@ -119,7 +119,7 @@ def _of_routed_layer(config: RunConfig, layout: Layout, index: int) -> tuple[Pay
     model, moe, train = config.model, config.model.moe, config.train
     assert moe is not None
     width, forwards = COMPUTE_BYTES[train.precision], 2 if train.recompute == "full" else 1
-    wide, share = max(width, 4), split(train.micro_batch * config.data.seq, layout.tp, index)[1]
+    wide, share = max(width, 4), split(train.micro_batch * config.data.seq // layout.cp, layout.tp, index)[1]
     if not layout.sp:
         rows = Payload(1, share * model.hidden * width)
         return Payload(), rows * (forwards + 1) + Payload(1, share * moe.top_k * wide)
@@ -132,7 +132,7 @@ def expert_traffic(config: RunConfig, layout: Layout, rank: int = 0) -> dict[str
     """Payload over ep and over etp in one optimizer step, by axis, by engine `none`: the mean over the ranks of a stage,
     as which of them has how much depends on where tokens go. With a capacity that drops it is the most there can be.
 
-    With R bytes of rows, `micro_batch x seq / tp x top_k x hidden` (with a capacity that pads, what it is padded to), a
+    With R bytes of rows, `micro_batch x seq / (cp tp) x top_k x hidden` (with a capacity that pads, what it is padded to), a
     layer with experts sends for each micro-batch over ep an all-to-all of R to the experts and one back, and as much
     in backward; over etp it gathers R and reduce-scatters etp R on the way, and as much in backward. Before, ranks tell
     each other how many rows go where: 8 bytes an expert, unless they are padded.
@@ -142,7 +142,7 @@ def expert_traffic(config: RunConfig, layout: Layout, rank: int = 0) -> dict[str
     if moe is None or not number:
         return {}
     forwards = 2 if train.recompute == "full" else 1
-    tokens = train.micro_batch * config.data.seq
+    tokens = train.micro_batch * config.data.seq // layout.cp
     padded = moe.capacity is not None and moe.overflow == "pad"
     sent = tokens * moe.top_k / layout.tp
     if padded:

@@ -7,6 +7,8 @@ Parameter names and shapes are those of `hpctrain.layout.parameters.parameter_sp
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -130,6 +132,9 @@ class Transformer(nn.Module):
         model: its shape.
         seed: of the run, for dropout.
         loss: what turns logits and labels into a sum of losses.
+
+    Attributes:
+        mask: makes of documents what attention's cores are given.
     """
 
     def __init__(self, model: ModelConfig, seed: int = 0, loss: CrossEntropy | None = None) -> None:
@@ -142,6 +147,7 @@ class Transformer(nn.Module):
         self.norm: nn.Module | None = make_norm(model)
         self.head: Head | None = Head(model)
         self.loss = loss or CrossEntropy()
+        self.mask: Callable[[Tensor], Tensor] = document_mask
 
     def take(self, layers: range, first: bool, last: bool) -> None:
         """Keep these layers alone; what comes before all of them only if `first`, what comes after only if `last`."""
@@ -168,7 +174,7 @@ class Transformer(nn.Module):
             tied: the embedding's weight for a head without its own, where the embedding is missing.
         """
         valid = None if self.model.moe is None else batch.labels != IGNORED
-        x, routers = self.states(batch.tokens, batch.documents, batch.samples, hidden, valid)
+        x, routers = self.states(batch.tokens, batch.documents, batch.samples, hidden, batch.positions, valid)
         return (x if self.head is None else self.loss(self.predict(x, tied), batch.labels)), routers
 
     def logits(self, tokens: Tensor, documents: Tensor | None = None, samples: Tensor | None = None) -> Tensor:
@@ -189,6 +195,7 @@ class Transformer(nn.Module):
         documents: Tensor | None = None,
         samples: Tensor | None = None,
         hidden: Tensor | None = None,
+        positions: Tensor | None = None,
         valid: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """Hidden states [batch, seq, hidden] after the last layer held, and the sum of the routers' losses.
@@ -198,15 +205,16 @@ class Transformer(nn.Module):
             documents: [batch, seq]; attention stays within equal values. None: it does not stop.
             samples: [batch] global sample counts, needed in training by dropout and routers.
             hidden: in the place of embedded tokens, where the embedding is missing.
+            positions: [seq] of the tokens in their samples; None: all, from 0 on.
             valid: [batch, seq] bool, which tokens count in the loss; None: all.
         """
         dropped = self.training and self.model.dropout > 0
         assert samples is not None or not dropped, "dropout needs to know the samples"
         keys = samples.tolist() if samples is not None else []
-        places = torch.arange(tokens.shape[1], device=tokens.device)
+        places = torch.arange(tokens.shape[1], device=tokens.device) if positions is None else positions
         x = self._embed(tokens, places, keys) if hidden is None else hidden
         rope = rotation(self.model, places, x.dtype) if self.model.position == "rope" else None
-        mask = None if documents is None else document_mask(documents)
+        mask = None if documents is None else self.mask(documents)
         routers: Tensor | None = None
         for layer in self.layers.values():
             x, loss = layer(x, rope, mask, keys, valid)

@@ -16,6 +16,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from hpctrain.config.schema import CpMethod, RunConfig
+from hpctrain.layout.context import spans
 from hpctrain.layout.layout import split
 from hpctrain.model.grouped import slots_of
 from hpctrain.model.moe import by_expert, combine
@@ -27,21 +29,23 @@ from hpctrain.parallel.mesh import Mesh
 from hpctrain.parallel.tensor import SEQ
 
 
-def apply_expert_parallelism(model: Transformer, mesh: Mesh, sequence: bool) -> None:
+def apply_expert_parallelism(model: Transformer, mesh: Mesh, config: RunConfig) -> None:
     """Swap how tokens come to experts, and let routers know of the other parts of their samples.
 
     Args:
         model: with experts that are cut already.
         mesh: this rank's view of all ranks.
-        sequence: activations outside the tensor-parallel regions are sharded over the sequence.
+        config: of the run.
     """
+    sequence, method = config.parallel.sp, config.parallel.cp_method
+    inner, same = (mesh.tp, mesh.alone) if sequence else (mesh.alone, mesh.tp)
     for _, layer in model.numbered_layers():
-        if layer.moe is not None:
-            if mesh.tp.size > 1 or mesh.ep.size > 1:
-                number = len(layer.moe.experts.down)
-                layer.moe.dispatch = ExpertDispatch(mesh.alone if sequence else mesh.tp, mesh.ep, mesh.etp, number)
-            if sequence:
-                layer.moe.router = SequenceRouter(layer.moe.router, mesh.tp)
+        if layer.moe is None:
+            continue
+        if mesh.tp.size > 1 or mesh.ep.size > 1:
+            layer.moe.dispatch = ExpertDispatch(same, mesh.ep, mesh.etp, len(layer.moe.experts.down))
+        if inner.size > 1 or mesh.cp.size > 1:
+            layer.moe.router = PartRouter(layer.moe.router, inner, mesh.cp, method)
 
 
 class Route(NamedTuple):
@@ -156,52 +160,59 @@ def _reordered(x: Tensor, order: Tensor, back: bool) -> Tensor:
     return torch.empty_like(x).index_copy_(0, order, x) if back else x.index_select(0, order)
 
 
-class SequenceRouter(Router):
-    """`Router` of parts of samples, sharded over the sequence. It sees its own tokens; the counts that loss, capacity
-    and biases depend on are those of whole samples, and its weight's gradient is whole. Its loss is that of its tokens:
-    a part of the sum.
+class PartRouter(Router):
+    """`Router` of parts of samples, split over cp, and over the sequence again with sequence parallelism. It sees its own
+    tokens; the counts that loss, capacity and biases depend on are those of whole samples, and its weight's gradient is
+    whole but for what an engine sums. Its loss is that of its tokens: a part of the sum.
 
     Args:
         router: the module replaced.
-        axis: the ranks that hold the other parts.
+        inner: the ranks over which sequence parallelism shards a part.
+        cp: the ranks that hold the other parts.
+        method: that decides which rank of cp holds which.
     """
 
-    def __init__(self, router: Router, axis: Axis) -> None:
+    def __init__(self, router: Router, inner: Axis, cp: Axis, method: CpMethod) -> None:
         nn.Module.__init__(self)
         self.__dict__.update(router.__dict__)
-        self.axis = axis
-        before = router.whole
-        self.whole = lambda counts: before(all_reduce(counts, axis))
+        self.inner = inner
+        self.whole = lambda counts: all_reduce(all_reduce(counts, inner), cp)
         if isinstance(router.capacity, Capacity):
-            self.capacity = SequenceCapacity(router.capacity, axis)
+            self.capacity = PartCapacity(router.capacity, inner, cp, method)
 
     def forward(self, x: Tensor, samples: Sequence[int], valid: Tensor | None) -> Routing:
-        """As `Router`, with x [batch, seq / tp, hidden] and `valid` [batch, seq]."""
-        here = None if valid is None else valid.chunk(self.axis.size, SEQ)[self.axis.index]
+        """As `Router`, with x [batch, seq / inner, hidden] and `valid` [batch, seq] of a rank of cp."""
+        here = None if valid is None else valid.chunk(self.inner.size, SEQ)[self.inner.index]
         return super().forward(x, samples, here)
 
     def matrix(self) -> Tensor:
-        return shared(self.axis, self.weight)[0]
+        return shared(self.inner, self.weight)[0]
 
 
-class SequenceCapacity(nn.Module):
+class PartCapacity(nn.Module):
     """`Capacity` of parts of samples: it takes what that takes of the whole.
 
     Args:
         plain: the module replaced.
-        axis: the ranks that hold the other parts, in order.
+        inner, cp, method: as for `PartRouter`.
     """
 
-    def __init__(self, plain: Capacity, axis: Axis) -> None:
+    def __init__(self, plain: Capacity, inner: Axis, cp: Axis, method: CpMethod) -> None:
         super().__init__()
-        self.plain, self.axis = plain, axis
+        self.plain, self.inner, self.cp, self.method = plain, inner, cp, method
 
     def rows(self, seq: int) -> int:
         """Most tokens that an expert takes of a sample's part of `seq`."""
-        return min(seq, self.plain.rows(seq * self.axis.size))
+        return min(seq, self.plain.rows(seq * self.inner.size * self.cp.size))
 
     def forward(self, ids: Tensor) -> Tensor:
-        """What is taken, [batch, seq / tp, top_k] bool."""
-        whole = torch.cat(all_gather(ids, self.axis), SEQ)
-        taken: Tensor = self.plain(whole)
-        return taken.chunk(self.axis.size, SEQ)[self.axis.index]
+        """What is taken, [batch, part of seq, top_k] bool."""
+        of_rank = torch.cat(all_gather(ids, self.inner), SEQ)
+        whole = torch.cat(all_gather(of_rank, self.cp), SEQ)
+        places, parts = [], self.cp.size
+        for index in range(parts):
+            places += [torch.arange(*span) for span in spans(self.method, whole.shape[SEQ], parts, index)]
+        order = torch.cat(places).argsort().to(ids.device)  # from that of ranks to that of the sample
+        taken = torch.empty_like(whole, dtype=torch.bool)
+        taken[:, order] = self.plain(whole[:, order])
+        return taken.chunk(parts, SEQ)[self.cp.index].chunk(self.inner.size, SEQ)[self.inner.index]

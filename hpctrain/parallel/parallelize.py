@@ -13,6 +13,7 @@ from hpctrain.model.loss import CrossEntropy
 from hpctrain.model.mlp import FanOut
 from hpctrain.model.random import initial_values
 from hpctrain.model.transformer import Transformer
+from hpctrain.parallel.context import apply_context_parallelism
 from hpctrain.parallel.expert import apply_expert_parallelism
 from hpctrain.parallel.loss import VocabParallelCrossEntropy
 from hpctrain.parallel.mesh import Mesh
@@ -59,7 +60,7 @@ def parallelize(model: Transformer, stage: Stage, mesh: Mesh, config: RunConfig,
     """Turn a plain model on the meta device into this rank's part of one stage, in place.
 
     Order: keep the stage's parts, cut every parameter to its box, tensor parallelism, sequence parallelism, expert
-    parallelism, recomputation.
+    parallelism, context parallelism, recomputation.
     """
     model.take(stage.layers, stage.first, stage.last)
     cut_parameters(model, records)
@@ -68,7 +69,9 @@ def parallelize(model: Transformer, stage: Stage, mesh: Mesh, config: RunConfig,
         apply_tensor_parallelism(model, mesh, region, records)
         if region.sequence:
             apply_sequence_parallelism(model, mesh, records)
-    apply_expert_parallelism(model, mesh, config.parallel.sp)
+    apply_expert_parallelism(model, mesh, config)
+    if mesh.cp.size > 1:
+        apply_context_parallelism(model, mesh, config)
     apply_recomputation(model, config.train.recompute)
 
 

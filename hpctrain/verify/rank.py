@@ -18,6 +18,7 @@ from hpctrain.layout.layout import Layout
 from hpctrain.layout.memory import check_memory
 from hpctrain.layout.placement import replica_groups
 from hpctrain.model.batch import Batch
+from hpctrain.parallel.context import own_part
 from hpctrain.parallel.mesh import build_mesh
 from hpctrain.parallel.parallelize import build_chunks
 from hpctrain.parallel.pipeline import Pipeline
@@ -48,7 +49,8 @@ def run(settings: dict[str, Any], steps: int, device: torch.device = CPU) -> Sha
     engine = build_engine(chunks, records, mesh, config)
     pipeline, share = Pipeline(engine, mesh, config), Share()
     for step in range(steps):
-        batch = _part(global_batch(config, step), mesh.dp.index, mesh.dp.size).to(device)
+        samples = _samples(global_batch(config, step), mesh.dp.index, mesh.dp.size)
+        batch = own_part(samples, config, mesh).to(device)
         lr = learning_rate(config.optimizer, config.train, step)
         loss, result = train_step(config, pipeline, engine, batch, lr)
         share.losses.append(loss.mean)
@@ -87,7 +89,7 @@ def read_shares(folder: Path, world: int) -> Sequence[Share]:
     return [pickle.loads(share_file(folder, rank).read_bytes()) for rank in range(world)]
 
 
-def _part(batch: Batch, index: int, size: int) -> Batch:
+def _samples(batch: Batch, index: int, size: int) -> Batch:
     """A data-parallel rank's samples of a global batch."""
     count = len(batch.samples) // size
     rows = slice(index * count, (index + 1) * count)

@@ -20,7 +20,6 @@ EXACT = {
     "qwen3-moe-30b-a3b": 30_532_122_624,
 }
 ROUNDED = {"gpt-175b": (174.6e9, 0.05e9), "gpt-530b": (529.6e9, 0.05e9), "gpt-1t": (1008.0e9, 0.05e9)}
-REFUSED_FOR_NOW = {"cp": 1, "sp": False, "ep": 1}
 
 
 def count(name: str) -> int:
@@ -49,14 +48,7 @@ def test_runs_where_it_says(name: str) -> None:
     assert config.train.global_batch % (layout.dp * config.train.micro_batch) == 0
     assert layout.tp <= config.cluster.gpus_per_node
     assert layout.pp <= config.model.layers
-    available = config.parallel.model_copy(update=REFUSED_FOR_NOW)
-    validate(config.model_copy(update={"parallel": available}), layout.pp * layout.dp * layout.tp)
-
-
-@pytest.mark.parametrize("name", ["gpt-tiny", "llama-tiny", "llama-1b", "llama-8b", "llama-70b"])
-def test_runs_today(name: str) -> None:
-    config = load(name)
-    validate(config, config.cluster.nodes * config.cluster.gpus_per_node)
+    validate(config, world)
 
 
 @pytest.mark.parametrize("name", recipes())

@@ -12,7 +12,7 @@ from hpctrain.config.schema import RunConfig
 from hpctrain.layout.layout import Layout, split
 from hpctrain.layout.memory import COMPUTE_BYTES
 from hpctrain.layout.parameters import parameter_specs
-from hpctrain.layout.placement import place, placements, tied_copy
+from hpctrain.layout.placement import DENSE, place, placements, tied_copy
 from hpctrain.layout.stages import Stage, stages, stages_of
 
 NUMBERS_OF_LOSS = 4
@@ -129,12 +129,13 @@ def _of_routed_layer(config: RunConfig, layout: Layout, index: int) -> tuple[Pay
 
 
 def expert_traffic(config: RunConfig, layout: Layout, rank: int = 0) -> dict[str, Traffic]:
-    """Payload over ep and over etp in one optimizer step, by axis, by engine `none`: the mean over the ranks of a stage,
-    as which of them has how much depends on where tokens go. With a capacity that drops it is the most there can be.
+    """Payload over ep and over etp in one optimizer step, by axis, by engine `none`: the mean over the ranks of a
+    stage, as which of them has how much depends on where tokens go. With a capacity that drops it is the most there can
+    be.
 
-    With R bytes of rows, `micro_batch x seq / (cp tp) x top_k x hidden` (with a capacity that pads, what it is padded to), a
-    layer with experts sends for each micro-batch over ep an all-to-all of R to the experts and one back, and as much
-    in backward; over etp it gathers R and reduce-scatters etp R on the way, and as much in backward. Before, ranks tell
+    With R bytes of rows, `micro_batch x seq / (cp tp) x top_k x hidden` (with a capacity that pads, what it is padded
+    to), a layer with experts sends for each micro-batch over ep an all-to-all of R to the experts and one back, and as
+    much in backward; over etp it gathers R and reduce-scatters etp R on the way, and as much in backward. Before, ranks tell
     each other how many rows go where: 8 bytes an expert, unless they are padded.
     """
     model, moe, train = config.model, config.model.moe, config.train
@@ -159,22 +160,27 @@ def expert_traffic(config: RunConfig, layout: Layout, rank: int = 0) -> dict[str
     return {axis: {op: payload * rounds for op, payload in traffic.items()} for axis, traffic in out.items()}
 
 
-def data_bytes(config: RunConfig, layout: Layout, rank: int = 0) -> dict[str, int]:
-    """Payload of a rank over dp x cp in one optimizer step, by operation, but for some bytes of norms and flags.
+def data_bytes(config: RunConfig, layout: Layout, rank: int = 0, over: tuple[str, ...] = DENSE) -> dict[str, int]:
+    """Payload of a rank over dp x cp, or over edp, in one optimizer step, by operation, but for some bytes of norms and
+    flags.
 
     With N elements of parameters on the rank, in the width m of gradients (float32 or wider) and w of the weights:
     engine `none` all-reduces N m once. ZeRO 1 does so too and gathers its part of N w; ZeRO 2 all-reduces for every
     micro-batch; ZeRO 3 reduce-scatters N m for every micro-batch and gathers its part of the matrices twice, once if
     weights are kept for backward, and of the vectors once a step. Prefetching may keep some matrices for backward that
     would be let go: then less. The parts are padded (`sharding/deepspeed/traffic.py` says what DeepSpeed sends when).
+
+    Experts are reduced over edp; by DeepSpeed over dp x cp with all else, where those are the same ranks.
     """
-    ranks = layout.dp * layout.cp
-    if ranks == 1:
-        return {}
+    ranks = math.prod(layout.sizes(over))
+    together = config.engine == "deepspeed" and layout.ep * layout.etp == layout.tp
     width = COMPUTE_BYTES[config.train.precision]
     wide, rounds = max(width, 4), config.train.global_batch // (layout.dp * config.train.micro_batch)
     records, decays = placements(config.model, layout, rank), {s.name: s.decay for s in parameter_specs(config.model)}
-    sizes = {name: math.prod(record.local_shape) for name, record in records.items()}
+    chosen = {n: r for n, r in records.items() if (DENSE if together else r.reduced_over) == over}
+    sizes = {name: math.prod(record.local_shape) for name, record in chosen.items()}
+    if ranks == 1 or not sizes:
+        return {}
     stage, total = config.sharding.stage, sum(sizes.values())
     if stage == 0:
         return {"all_reduce": total * wide}

@@ -1,8 +1,8 @@
 """Collectives that autograd understands. The group is always an argument; inputs and gradients are never changed.
 
 Words: a tensor is *replicated* over an axis (equal on its ranks), *partial* (its sum over the ranks is meant),
-or *sharded* (each rank has one of equal parts along a dim, or its own number of rows). Each function's backward is the adjoint of its
-forward, with the gradient of a replicated tensor replicated and counted once.
+or *sharded* (each rank has one of equal parts along a dim, or its own number of rows). Each function's backward is the
+adjoint of its forward, with the gradient of a replicated tensor replicated and counted once.
 """
 
 from __future__ import annotations

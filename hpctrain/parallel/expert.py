@@ -2,9 +2,9 @@
 tokens travel to them and back.
 
 The ranks of one stage have a second factorisation, edp x ep x etp. Over ep each rank holds some experts whole, or, over
-etp, some columns of each. A rank of tp always sends its own share of the tokens, so that no token is computed twice: with
-sequence parallelism that is what it has; otherwise all ranks of tp have the same tokens, each sends an equal part of
-them, and what comes back is gathered. Experts therefore see the tokens of all ranks of their ep and etp groups, and
+etp, some columns of each. A rank of tp always sends its own share of the tokens, so that no token is computed twice:
+with sequence parallelism that is what it has; otherwise all ranks of tp have the same tokens, each sends an equal part
+of them, and what comes back is gathered. Experts therefore see the tokens of all ranks of their ep and etp groups, and
 their gradients are summed over edp alone, with no divisor: losses are sums.
 """
 
@@ -128,7 +128,7 @@ class ExpertDispatch(nn.Module):
 
 
 def _order(table: Tensor, total: int) -> Tensor | None:
-    """Places of rows that lie by source and then expert, [sources, experts] of them, in the order of expert, then source."""
+    """Places of rows that lie by source and then expert, [sources, experts] of them, by expert and then source."""
     if len(table) == 1:
         return None
     starts = (table.flatten().cumsum(0) - table.flatten()).view_as(table)
@@ -161,9 +161,9 @@ def _reordered(x: Tensor, order: Tensor, back: bool) -> Tensor:
 
 
 class PartRouter(Router):
-    """`Router` of parts of samples, split over cp, and over the sequence again with sequence parallelism. It sees its own
-    tokens; the counts that loss, capacity and biases depend on are those of whole samples, and its weight's gradient is
-    whole but for what an engine sums. Its loss is that of its tokens: a part of the sum.
+    """`Router` of parts of samples, split over cp, and again with sequence parallelism. It sees its own tokens; the
+    counts that loss, capacity and biases depend on are those of whole samples, and its weight's gradient is whole but
+    for what an engine sums. Its loss is that of its tokens: a part of the sum.
 
     Args:
         router: the module replaced.

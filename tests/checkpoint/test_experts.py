@@ -63,7 +63,7 @@ def same(first: CheckpointReader, later: CheckpointReader) -> None:
 
 @pytest.mark.parametrize(("stage", "chain"), [(0, LAYOUTS), (2, ["ep2-edp2", "ep4-tp2", "ep2-tp2-etp2", "ep2-edp2"])])
 def test_every_bit_comes_through(tmp_path: Path, ranks: Callable[..., list[Any]], stage: int, chain: list[str]) -> None:
-    """Two steps under ep=2, then saved under every other spread in turn: weights, moments, biases stay what they were."""
+    """Two steps under ep=2, then saved under every other spread in turn: weights, moments, biases stay."""
     config, before, readers = make_config(model=MODEL), None, []
     for number, name in enumerate(["ep2-edp2", *chain]):
         after = tmp_path / str(number)

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from hpctrain.layout.layout import Layout
-from hpctrain.layout.traffic import Payload, expert_traffic, tensor_traffic
+from hpctrain.layout.placement import DENSE, EXPERT
+from hpctrain.layout.traffic import Payload, data_bytes, expert_traffic, tensor_traffic
 from tests.training import make_config, make_mesh, train_step
 
 MOE: dict[str, Any] = dict(experts=8, top_k=2, ffn=12, aux_loss=0.03)
@@ -20,6 +21,7 @@ CASES: list[dict[str, Any]] = [
     dict(world=2, parallel=dict(tp=2, sp=True), moe=dict(capacity=1.0)),
     dict(world=4, parallel=dict(tp=2, ep=2, etp=2), moe=dict(capacity=1.0, overflow="pad"), data=dict(seq=13)),
     dict(world=4, parallel=dict(tp=2, ep=4, sp=True), moe=dict(capacity=2.0, overflow="pad")),
+    dict(world=4, parallel=dict(cp=2, tp=2, ep=4)),
     dict(world=4, parallel=dict(pp=2, ep=2, stage_layers=(2, 1)), moe=dict(dense_layers=1)),
 ]
 
@@ -27,10 +29,10 @@ CASES: list[dict[str, Any]] = [
 def counted(config: Any, world: int) -> dict[str, dict[str, Payload]]:
     from hpctrain.parallel.parallelize import build_chunks
     from hpctrain.parallel.pipeline import Pipeline
-    from hpctrain.sharding.build import build_engine
+    from hpctrain.sharding.build import build_engine, takes_values
 
     mesh = make_mesh(config, world)
-    chunks, records = build_chunks(config, mesh)
+    chunks, records = build_chunks(config, mesh, materialize=takes_values(config))
     engine = build_engine(chunks, records, mesh, config)
     pipeline = Pipeline(engine, mesh, config)
     mesh.meter.reset()
@@ -59,6 +61,23 @@ def test_formula_is_what_is_counted(ranks: Any, case: dict[str, Any]) -> None:
                 assert sum(one[operation].bytes for one in every) == payload.bytes * len(stage)
                 if config.model.moe.overflow == "pad":
                     assert found[rank][axis][operation] == payload, "the same on every rank"
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.parametrize("parallel", [dict(ep=2), dict(tp=2)], ids=str)
+def test_gradients_of_experts_are_summed_over_edp(ranks: Any, stage: int, parallel: dict[str, Any]) -> None:
+    """By ZeRO with the norm of the experts, a float, averaged over edp though it is the same there."""
+    model, train = dict(layers=2, moe=MOE), dict(precision="float32", micro_batch=1, global_batch=4)
+    config = make_config(
+        model=model, data=dict(seq=12), parallel=parallel, train=train, sharding=dict(stage=stage, bucket_mib=0.05)
+    )
+    layout = Layout.of(config.parallel, 4)
+    for rank, found in enumerate(ranks(4, counted, config, 4)):
+        for axis, over, norms in (("edp", EXPERT, 4), ("dp+cp", DENSE, 1 + 3 * 4)):
+            want = data_bytes(config, layout, rank, over)
+            if stage:
+                want["all_reduce"] += norms
+            assert {op: payload.bytes for op, payload in found[axis].items()} == want
 
 
 def test_a_model_without_experts_sends_nothing_for_them() -> None:

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from hpctrain.config.schema import ModelConfig
 from hpctrain.layout.layout import Layout
-from hpctrain.layout.placement import place
 from hpctrain.layout.parameters import parameter_specs
+from hpctrain.layout.placement import place
 from hpctrain.model.moe import Experts, LocalDispatch, by_expert
 from hpctrain.parallel.comm import all_reduce
 from hpctrain.parallel.expert import ExpertDispatch, _order, _reordered

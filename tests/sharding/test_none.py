@@ -26,7 +26,7 @@ def start(config, world):
 
 def norm_of_ones(config, world):
     """The norm when every element of every gradient is 1, and what a rank counts."""
-    mesh, _, engine = start(config, world)
+    _, _, engine = start(config, world)
     engine.begin_step(1, 1)
     for gradient in engine.gradients.values():
         gradient.fill_(1.0 / next(b.axis.size for b in engine.buckets.buckets if _holds(b, gradient)))

@@ -1,7 +1,8 @@
 """One rank of megatron-core on the CPU. Run by an interpreter that need not have anything of ours.
 
 megatron-core is written for CUDA. What it needs of it is replaced: the current device, streams and events, `cuda` as
-a device of new tensors, splits of an all-to-all, and its tracker of random states. Layers are its local ones, without fused kernels.
+a device of new tensors, splits of an all-to-all, and its tracker of random states. Layers are its local ones, without
+fused kernels.
 
 Reads a line from stdin for every step; writes a line of JSON: first its share of the parameters, then losses.
 """
@@ -122,12 +123,9 @@ def steps(s: dict[str, Any]) -> Any:
 
     model, _, batches = build(s)
     held = list(model.parameters())
-    tp = s["axis"] == "tp"
-    ep = s["axis"] == "ep"
-    apart = [not getattr(p, "allreduce", True) for p in held]  # experts
-    cut = [getattr(p, "tensor_model_parallel", False) or (ep and a) for p, a in zip(held, apart)]
-    copied = [not c and (tp or ep) for c in cut]
-    yield sum(p.numel() / (2 if c else 1) for p, c in zip(held, copied))
+    ep, apart = s["axis"] == "ep", [not getattr(p, "allreduce", True) for p in held]  # experts
+    cut = apart if ep else [getattr(p, "tensor_model_parallel", False) or s["axis"] == "pp" for p in held]
+    yield sum(p.numel() / (1 if c else 2) for p, c in zip(held, cut))
     matrices, vectors = [p for p in held if p.ndim > 1], [p for p in held if p.ndim == 1]
     groups = [{"params": matrices, "weight_decay": s["decay"]}, {"params": vectors, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=s["lr"], betas=tuple(s["betas"]), eps=s["adam_eps"])
@@ -149,7 +147,7 @@ def steps(s: dict[str, Any]) -> Any:
         )  # fmt: skip
         if ep:
             average(held, apart)
-        squares = sum(p.grad.square().sum() for p, c in zip(held, copied) if not c or dist.get_rank() == 0)
+        squares = sum(p.grad.square().sum() for p, c in zip(held, cut) if c or dist.get_rank() == 0)
         dist.all_reduce(squares)
         torch.nn.utils.clip_grads_with_norm_(held, s["clip"], squares.sqrt())
         optimizer.step()

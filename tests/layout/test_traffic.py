@@ -8,7 +8,7 @@ import pytest
 
 from hpctrain.config.load import load
 from hpctrain.layout.layout import Layout
-from hpctrain.layout.traffic import Payload, tensor_traffic, wire
+from hpctrain.layout.traffic import Payload, context_traffic, tensor_traffic, wire
 from tests.training import make_config, make_mesh, train_step
 
 CASES: list[dict[str, Any]] = [
@@ -21,7 +21,7 @@ CASES: list[dict[str, Any]] = [
 ]
 
 
-def counted(config: Any, world: int) -> Any:
+def counted(config: Any, world: int, over: tuple[str, ...] = ("tp",)) -> Any:
     from hpctrain.parallel.parallelize import build_model
     from hpctrain.sharding.build import build_engine
 
@@ -32,7 +32,7 @@ def counted(config: Any, world: int) -> Any:
     for step in range(2):
         mesh.meter.reset()
         train_step(engine, mesh, config, step)
-        steps.append({op: Payload(t.calls, t.bytes) for (op, axis), t in mesh.meter.traffic.items() if axis == "tp"})
+        steps.append({op: Payload(t.calls, t.bytes) for (op, axis), t in mesh.meter.traffic.items() if axis in over})
     return steps
 
 
@@ -47,8 +47,28 @@ def test_formula_is_what_is_counted(ranks: Any, case: dict[str, Any], sp: bool) 
         assert steps == [want] * 2
 
 
+RINGS: list[dict[str, Any]] = [
+    dict(parallel=dict(cp=2), world=2),
+    dict(parallel=dict(cp=4), world=4, train=dict(precision="bf16", recompute="selective", micro_batch=2)),
+    dict(parallel=dict(cp=2, tp=2, sp=True), world=4, train=dict(recompute="full")),
+    dict(parallel=dict(cp=2, tp=2, sp=True), world=4, model=dict(position="learned", kv_heads=1)),
+    dict(parallel=dict(cp=4, cp_method="ulysses"), world=4, train=dict(precision="bf16")),
+    dict(parallel=dict(cp=2, tp=2, cp_method="ulysses"), world=4, train=dict(recompute="full", micro_batch=2)),
+]
+
+
+@pytest.mark.parametrize("case", RINGS, ids=str)
+def test_formula_over_cp_is_what_is_counted(ranks: Any, case: dict[str, Any]) -> None:
+    config = make_config(**{k: v for k, v in case.items() if k != "world"}, data=dict(seq=16))
+    layout, world = Layout.of(config.parallel, case["world"]), case["world"]
+    over_tp, over_cp = tensor_traffic(config, layout), context_traffic(config, layout)
+    assert not over_tp.keys() & over_cp.keys() and over_cp
+    for steps in ranks(world, counted, config, world, ("tp", "cp")):
+        assert steps == [over_tp | over_cp] * 2
+
+
 def test_one_rank_sends_nothing() -> None:
-    assert tensor_traffic(make_config(), Layout()) == {}
+    assert tensor_traffic(make_config(), Layout()) == context_traffic(make_config(), Layout()) == {}
 
 
 @pytest.mark.parametrize("tp", [2, 4, 8])

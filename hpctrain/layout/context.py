@@ -1,8 +1,8 @@
 """Which part of a sequence each rank of cp holds, and which keys its queries see. Pure.
 
-Ulysses (Jacobs et al., arXiv 2309.14509) gives rank i the i-th of cp equal parts. The ring (Liu et al., arXiv 2310.01889)
-cuts the sequence into 2 cp chunks of which rank i holds i and 2 cp - 1 - i, in this order ("zig-zag", as in Megatron-LM
-and in Llama 3, arXiv 2407.21783, section 3.3.2): causal attention then is the same work for every pair of ranks.
+Ulysses (Jacobs et al., arXiv 2309.14509) gives rank i the i-th of cp equal parts. The ring (Liu et al., arXiv
+2310.01889) cuts the sequence into 2 cp chunks of which rank i holds i and 2 cp - 1 - i, in this order ("zig-zag", as in
+Llama 3, arXiv 2407.21783, section 3.3.2): causal attention then is the same work for every pair of ranks.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from hpctrain.config.schema import RunConfig
 from hpctrain.layout.layout import Layout, split
 from hpctrain.layout.memory import COMPUTE_BYTES
 from hpctrain.layout.parameters import parameter_specs
-from hpctrain.layout.placement import DENSE, place, placements, tied_copy
+from hpctrain.layout.placement import DENSE, cut_of, place, placements, tied_copy
 from hpctrain.layout.stages import Stage, stages, stages_of
 
 NUMBERS_OF_LOSS = 4
@@ -78,7 +78,8 @@ def _of_stage(config: RunConfig, layout: Layout, rank: int, stage: Stage) -> Tra
     model, train = config.model, config.train
     width = COMPUTE_BYTES[train.precision]
     wide = max(width, 4)
-    tokens = train.micro_batch * config.data.seq
+    seq = config.data.seq // layout.cp
+    tokens = train.micro_batch * seq
     whole = Payload(1, tokens * model.hidden * width)
     part = Payload(1, tokens * model.hidden * width // layout.tp)
     forwards = 2 if train.recompute == "full" else 1
@@ -99,7 +100,7 @@ def _of_stage(config: RunConfig, layout: Layout, rank: int, stage: Stage) -> Tra
         scatters += whole * (boundaries * (forwards + 1) + first + last)  # embedding forward, head backward
         gathers += part * (boundaries * (forwards + 2) + first + 2 * last)  # embedding backward, head both ways
         if model.position == "learned":
-            gathers += Payload(1, config.data.seq * model.hidden * width // layout.tp) * first
+            gathers += Payload(1, seq * model.hidden * width // layout.tp) * first
     else:
         sums += whole * (boundaries * (forwards + 1) + first + last)
     if routed:
@@ -198,18 +199,60 @@ def data_bytes(config: RunConfig, layout: Layout, rank: int = 0, over: tuple[str
     }
 
 
+def context_traffic(config: RunConfig, layout: Layout) -> Traffic:
+    """Payload of a rank over cp in one optimizer step without a pipeline, by engine `none`.
+
+    With K and Q bytes of the keys and of the queries of a micro-batch that a rank holds of one layer: a ring sends
+    2K (keys and values) cp - 1 times forward, and again backward, and as often their gradients in float32 or wider.
+    Ulysses trades Q + 2K and then Q (the output) forward, and the same backward. Recomputation of either kind runs
+    forward again. Routers sum their counts of each sample, and with a capacity gather the choices.
+    """
+    assert layout.pp == 1, layout
+    if layout.cp == 1:
+        return {}
+    return _of_attention(config, layout) | _of_routers(config, layout)
+
+
+def _of_routers(config: RunConfig, layout: Layout) -> Traffic:
+    """What routers send over cp."""
+    model, moe, train = config.model, config.model.moe, config.train
+    number = sum(map(model.routed, range(model.layers)))
+    if moe is None or not number:
+        return {}
+    times = number * (2 if train.recompute == "full" else 1) * (train.global_batch // (layout.dp * train.micro_batch))
+    wide, tokens = max(COMPUTE_BYTES[train.precision], 4), train.micro_batch * config.data.seq // layout.cp
+    out = {"all_reduce": Payload(1, train.micro_batch * (3 * moe.experts + 3) * wide) * times}
+    return out | ({"all_gather": Payload(1, tokens * moe.top_k * 8) * times} if moe.capacity else {})
+
+
+def _of_attention(config: RunConfig, layout: Layout) -> Traffic:
+    """What attention sends over cp."""
+    model, train = config.model, config.train
+    width = COMPUTE_BYTES[train.precision]
+    heads, kv = (cut_of(model, cut, layout.tp, 0)[1] for cut in ("heads", "kv_heads"))
+    forwards = 1 if train.recompute == "none" else 2
+    held = train.micro_batch * config.data.seq // layout.cp * model.head_width  # elements of a head
+    rounds = model.layers * train.global_batch // (layout.dp * train.micro_batch)
+    if config.parallel.cp_method == "ring":
+        keys, gradients = Payload(1, 2 * kv * held * width), Payload(1, 2 * kv * held * max(width, 4))
+        return {"send": (keys * (forwards + 1) + gradients) * ((layout.cp - 1) * rounds)}
+    repeated = math.lcm(kv, layout.cp)
+    there, back = Payload(1, (heads + 2 * repeated) * held * width), Payload(1, heads * held * width)
+    return {"all_to_all": (there + back) * ((forwards + 1) * rounds)}
+
+
 def pipeline_bytes(config: RunConfig, layout: Layout, rank: int) -> int:
     """Sent over pp: hidden states to the stage after, their gradients to the stage before, where that is another rank.
 
     With m micro-batches of b samples of s tokens, each of n such boundaries costs m b s hidden elements in the
-    precision of the computation, divided by tp where the sequence is sharded over it. A tied embedding adds its
-    weight once on the first stage, and as much for its gradient on the last.
+    precision of the computation, divided by cp, and by tp where the sequence is sharded over it. A tied embedding adds
+    its weight once on the first stage, and as much for its gradient on the last.
     """
     homes = {stage.index: stage.home for stage in stages(config.model, layout)}
     mine = stages_of(config.model, layout, rank)
     neighbours = [homes[i] for stage in mine for i in (stage.index - 1, stage.index + 1) if i in homes]
     boundaries = sum(home != mine[0].home for home in neighbours)
-    tokens = config.train.global_batch // layout.dp * config.data.seq // (layout.tp if layout.sp else 1)
+    tokens = config.train.global_batch // layout.dp * config.data.seq // layout.cp // (layout.tp if layout.sp else 1)
     sent = boundaries * tokens * config.model.hidden
     copy, ends = tied_copy(config.model, layout, rank), (homes[0], homes[len(homes) - 1])
     if copy is not None and ends[0] != ends[1] and mine[0].home in ends:

@@ -1,19 +1,21 @@
 """Attention of a block of queries to a block of keys, tile by tile: the scores of a block are never there as a whole.
 
-A block gives, beside its output, the logarithm of the sum of the exponentials of each query's scores (LSE), by which
-blocks of the same queries are merged. Forward is the online softmax of Milakov and Gimelshein (arXiv 1805.02867);
-backward computes scores again, as FlashAttention does (Dao et al., arXiv 2205.14135), given the LSE over all blocks.
-Outputs, LSE and gradients are in float32, or in float64 for float64. A query that sees no key gets 0 and an LSE of
--inf. On CUDA, blocks in half precision without documents go to PyTorch's flash attention.
+Blocks of the same queries are merged by the logarithm of the sum of the exponentials of each query's scores (LSE). It
+is kept as a pair, the largest score and the sum of the exponentials of what all are below it: where scores are 250,
+float32 rounds an LSE by 1e-5, and a ring would round it again at every merge. Forward is the online softmax of Milakov
+and Gimelshein (arXiv 1805.02867); backward computes scores again, as in FlashAttention (Dao et al., arXiv 2205.14135).
+All results are in float32, or in float64 for float64. On CUDA, blocks in half precision without documents go to
+PyTorch's flash attention.
 
 Shapes: q and what is like it [batch, heads, queries, width]; k and v [batch, kv_heads, keys, width], not repeated to
-all heads; LSE [batch, heads, queries].
+all heads.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -63,14 +65,47 @@ class Sight:
         return mine[:, :, None] != theirs[:, None, :]
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, sight: Sight) -> tuple[Tensor, Tensor]:
-    """Output and LSE of a block."""
+class Partial(NamedTuple):
+    """Attention to some of the keys.
+
+    Attributes:
+        mixed: values, each times the exponential of its score less `top`, added up: the output times `total`.
+        top: [batch, heads, queries, 1] the largest score, or more; of a query that has seen nothing, the lowest number.
+        total: [batch, heads, queries, 1] the exponentials added up; 0 for such a query.
+    """
+
+    mixed: Tensor
+    top: Tensor
+    total: Tensor
+
+    def rows(self, at: slice) -> Partial:
+        """Of some of the queries, a view."""
+        return Partial(*(t[:, :, at] for t in self))
+
+    def merge_(self, other: Partial) -> None:
+        """Add attention of the same queries to other keys, in place."""
+        peak = torch.maximum(self.top, other.top)
+        mine, theirs = (self.top - peak).exp_(), (other.top - peak).exp_()
+        self.mixed.mul_(mine).add_(other.mixed * theirs)
+        self.total.mul_(mine).add_(other.total * theirs)
+        self.top.copy_(peak)
+
+    def output(self) -> Tensor:
+        """What attention returns; 0 for a query that has seen nothing."""
+        return self.mixed / self.divisor()
+
+    def divisor(self) -> Tensor:
+        """`total`, with which nothing divides to more than 0 where it is 0."""
+        return self.total.masked_fill(self.total == 0, torch.inf)
+
+
+def forward(q: Tensor, k: Tensor, v: Tensor, sight: Sight) -> Partial:
+    """Attention to the keys of a block."""
     if _fused(q, sight):
         out, lse, *_ = _flash(q, k, v, 0.0, sight.causal)
-        return out.to(lse.dtype), lse
+        return Partial(out.to(lse.dtype), lse[..., None], torch.ones_like(lse)[..., None])
     keys, values, groups = _wide(k), _wide(v), q.shape[1] // k.shape[1]
-    out = torch.empty_like(q.transpose(1, 2), dtype=keys.dtype, memory_format=torch.contiguous_format).transpose(1, 2)
-    lse = torch.empty(q.shape[:-1], dtype=keys.dtype, device=q.device)
+    made = _empty(q.shape, keys), _empty((*q.shape[:-1], 1), keys), _empty((*q.shape[:-1], 1), keys)
     lowest = torch.finfo(keys.dtype).min  # finite, so that of what is hidden exp(-inf - lowest) = 0
     for at in _slices(q.shape[2], _rows(q, k)):
         rows = _gather(q, at, groups) * q.shape[-1] ** -0.5
@@ -83,43 +118,42 @@ def forward(q: Tensor, k: Tensor, v: Tensor, sight: Sight) -> tuple[Tensor, Tens
             total = total.mul_(shrink).add_(weights.sum(-1, keepdim=True))
             mixed = mixed.mul_(shrink).add_(weights @ values[:, :, there])
             top = peak
-        _scatter(out, at, mixed / total.clamp_min(torch.finfo(keys.dtype).tiny), groups)
-        _scatter(lse[..., None], at, top + total.log(), groups)
-    return out, lse
+        for into, t in zip(made, (mixed, top, total)):
+            _scatter(into, at, t, groups)
+    return Partial(*made)
 
 
 def backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, sight: Sight
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, whole: Partial, sight: Sight
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """What a block adds to the gradients of q, k and v, given the output and LSE over all blocks."""
+    """What a block adds to the gradients of q, k and v.
+
+    Args:
+        out: the output over all blocks.
+        whole: attention to the keys of all blocks, of which `mixed` is not needed.
+    """
     if _fused(q, sight):
+        lse = (whole.top + whole.total.log())[..., 0].contiguous()
         none, seed = q.new_empty(0), torch.zeros(2, dtype=torch.uint64, device=q.device)  # of dropout
         args = (out, lse, None, None, q.shape[2], k.shape[2], 0.0, sight.causal, seed, none)
         return tuple(g.to(lse.dtype) for g in _flash_backward(grad, q, k, v, *args))  # type: ignore[return-value]
     keys, values, groups = _wide(k), _wide(v), q.shape[1] // k.shape[1]
     grad_q = torch.empty(q.shape, dtype=keys.dtype, device=q.device)
     grad_k, grad_v = torch.zeros_like(keys), torch.zeros_like(values)
-    scale = q.shape[-1] ** -0.5
-    sums = lse.clamp_min(torch.finfo(lse.dtype).min)[..., None]
+    scale, divisor = q.shape[-1] ** -0.5, whole.divisor()
     for at in _slices(q.shape[2], _rows(q, k)):
-        rows, of_out = _gather(q, at, groups) * scale, _gather(grad, at, groups)
-        shift, base = (of_out * _gather(out, at, groups)).sum(-1, keepdim=True), _gather(sums, at, groups)
+        rows, top = _gather(q, at, groups) * scale, _gather(whole.top, at, groups)
+        of_mixed = _gather(grad, at, groups) / _gather(divisor, at, groups)
+        shift = (of_mixed * _gather(out, at, groups)).sum(-1, keepdim=True)
         of_rows = torch.zeros_like(rows)
         for there, hidden in _tiles(sight, at, keys):
-            weights = _scores(rows, keys[:, :, there], hidden, groups).sub_(base).exp_()
-            grad_v[:, :, there] += weights.mT @ of_out
-            of_scores = weights.mul_((of_out @ values[:, :, there].mT).sub_(shift))
+            weights = _scores(rows, keys[:, :, there], hidden, groups).sub_(top).exp_()
+            grad_v[:, :, there] += weights.mT @ of_mixed
+            of_scores = weights.mul_((of_mixed @ values[:, :, there].mT).sub_(shift))
             of_rows += of_scores @ keys[:, :, there]
             grad_k[:, :, there] += of_scores.mT @ rows
         _scatter(grad_q, at, of_rows.mul_(scale), groups)
     return grad_q, grad_k, grad_v
-
-
-def merge_(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> None:
-    """Add a block of more keys to what its queries have, in place. They have seen a key before: `lse` is finite."""
-    both = torch.logaddexp(lse, other_lse)
-    out.mul_((lse - both).exp_()[..., None]).add_(other * (other_lse - both).exp_()[..., None])
-    lse.copy_(both)
 
 
 def _fused(q: Tensor, sight: Sight) -> bool:
@@ -129,6 +163,12 @@ def _fused(q: Tensor, sight: Sight) -> bool:
 
 def _wide(t: Tensor) -> Tensor:
     return t.to(torch.promote_types(t.dtype, torch.float32))
+
+
+def _empty(shape: Sequence[int], like: Tensor) -> Tensor:
+    """[batch, heads, queries, n], in memory as [batch, queries, heads, n], which the linear after attention takes."""
+    batch, heads, queries, n = shape
+    return like.new_empty(batch, queries, heads, n).transpose(1, 2)
 
 
 def _rows(q: Tensor, k: Tensor) -> int:

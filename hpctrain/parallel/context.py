@@ -2,8 +2,8 @@
 
 Only attention looks at other positions. The ring (Liu et al., arXiv 2310.01889) passes keys and values around while
 queries stay; Ulysses (Jacobs et al., arXiv 2309.14509) gives each rank some heads of the whole sequence instead. What
-else has to know that it sees a part: dropout, and positions, which come with the batch. Gradients of parameters are sums
-over dp x cp, which the engine makes anyway. Documents are those of whole samples on every rank, so none are sent.
+else has to know that it sees a part: dropout, and positions, which come with the batch. Gradients of parameters are
+sums over dp x cp, which the engine makes anyway. Documents are those of whole samples on every rank: none are sent.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from hpctrain.config.schema import CpMethod, RunConfig
 from hpctrain.layout.context import ring_block, spans
 from hpctrain.model import blockwise
 from hpctrain.model.batch import Batch
-from hpctrain.model.blockwise import Sight
+from hpctrain.model.blockwise import Partial, Sight
 from hpctrain.model.random import Dropout
 from hpctrain.model.transformer import DotProductAttention, Transformer
 from hpctrain.parallel.autograd import reshard
@@ -142,22 +142,22 @@ class _Ring(torch.autograd.Function):
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, axis: Axis) -> Tensor:
         for rank, (keys, values) in _turns(torch.stack((k, v)), axis):
             queries, there, sight = _block(q.shape[SEQ], documents, axis, rank)
-            other, other_lse = blockwise.forward(q[:, :, queries], keys[:, :, there], values[:, :, there], sight)
+            found = blockwise.forward(q[:, :, queries], keys[:, :, there], values[:, :, there], sight)
             if rank == axis.index:
-                out, lse = other, other_lse
+                whole = found
             else:
-                blockwise.merge_(out[:, :, queries], lse[:, :, queries], other, other_lse)
-        out = out.to(q.dtype)
-        ctx.save_for_backward(q, k, v, out, lse)
+                whole.rows(queries).merge_(found)
+        out = whole.output().to(q.dtype)
+        ctx.save_for_backward(q, k, v, out, whole.top, whole.total)
         ctx.documents, ctx.axis = documents, axis
         return out
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        q, k, v, out, lse = ctx.saved_tensors
+        q, k, v, out, top, total = ctx.saved_tensors
         axis: Axis = ctx.axis
-        of_q = torch.zeros(q.shape, dtype=lse.dtype, device=q.device)
-        own = torch.zeros((2, *k.shape), dtype=lse.dtype, device=k.device)
+        whole = Partial(out, top, total)
+        of_q, own = top.new_zeros(q.shape), top.new_zeros((2, *k.shape))
         on_its_way: Callable[[], Tensor] | None = None
         for rank, (keys, values) in _turns(torch.stack((k, v)), axis):
             queries, there, sight = _block(q.shape[SEQ], ctx.documents, axis, rank)
@@ -167,19 +167,19 @@ class _Ring(torch.autograd.Function):
                 keys[:, :, there],
                 values[:, :, there],
                 out[:, :, queries],
-                lse[:, :, queries],
+                whole.rows(queries),
                 sight,
             )
             of_q[:, :, queries] += added[0]
             if rank == axis.index:
-                total = own
+                of_kv = own
             elif on_its_way is None:
-                total = torch.zeros_like(own)
+                of_kv = torch.zeros_like(own)
             else:
-                total = on_its_way()
-            total[0][:, :, there] += added[1]
-            total[1][:, :, there] += added[2]
-            on_its_way = None if rank == axis.index else _pass_on(total, axis)
+                of_kv = on_its_way()
+            of_kv[0][:, :, there] += added[1]
+            of_kv[1][:, :, there] += added[2]
+            on_its_way = None if rank == axis.index else _pass_on(of_kv, axis)
         if on_its_way is not None:
             own += on_its_way()
         return of_q.to(q.dtype), own[0].to(k.dtype), own[1].to(v.dtype), None, None

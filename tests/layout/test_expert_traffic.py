@@ -8,7 +8,7 @@ import pytest
 
 from hpctrain.layout.layout import Layout
 from hpctrain.layout.placement import DENSE, EXPERT
-from hpctrain.layout.traffic import Payload, data_bytes, expert_traffic, tensor_traffic
+from hpctrain.layout.traffic import Payload, context_traffic, data_bytes, expert_traffic, tensor_traffic
 from tests.training import make_config, make_mesh, train_step
 
 MOE: dict[str, Any] = dict(experts=8, top_k=2, ffn=12, aux_loss=0.03)
@@ -22,6 +22,7 @@ CASES: list[dict[str, Any]] = [
     dict(world=4, parallel=dict(tp=2, ep=2, etp=2), moe=dict(capacity=1.0, overflow="pad"), data=dict(seq=13)),
     dict(world=4, parallel=dict(tp=2, ep=4, sp=True), moe=dict(capacity=2.0, overflow="pad")),
     dict(world=4, parallel=dict(cp=2, tp=2, ep=4)),
+    dict(world=4, parallel=dict(cp=2, tp=2, sp=True, ep=4), moe=dict(capacity=1.0), train=dict(recompute="full")),
     dict(world=4, parallel=dict(pp=2, ep=2, stage_layers=(2, 1)), moe=dict(dense_layers=1)),
 ]
 
@@ -52,6 +53,8 @@ def test_formula_is_what_is_counted(ranks: Any, case: dict[str, Any]) -> None:
     assert found[0].keys() & {"ep", "etp"} == {axis for axis in ("ep", "etp") if getattr(layout, axis) > 1}
     for rank in range(world):
         assert found[rank].get("tp", {}) == tensor_traffic(config, layout, rank)
+        if layout.pp == 1:
+            assert found[rank].get("cp", {}) == context_traffic(config, layout)
         want, stage = expert_traffic(config, layout, rank), layout.group_of(rank, "edp", "ep", "etp")
         for axis in ("ep", "etp"):
             every = [found[other].get(axis, {}) for other in stage]

@@ -68,8 +68,13 @@ LAYOUTS: dict[str, dict[str, list[str]]] = {
         "dp=2, ZeRO 3": ["sharding.stage=3"],
         "dp=2, ZeRO 3, weights kept": ["sharding.stage=3", "sharding.reshard_after_forward=false"],
     },
+    "experts": {
+        "8 experts, ep=2": ["parallel.ep=2"],
+    },
 }
 """What of ours takes part, and its settings beside the shape."""
+
+DENSE = "torch DDP, dense, of the same active FLOPs"
 
 PEERS: dict[str, tuple[Any, tuple[Any, ...], tuple[str, ...]]] = {
     "DTensor": (native.tensor_parallel, (False,), ("tp=2",)),
@@ -87,6 +92,8 @@ PEERS: dict[str, tuple[Any, tuple[Any, ...], tuple[str, ...]]] = {
     "DeepSpeed ZeRO 2": (deepspeed_engines.zero, (2,), ("dp=2, ZeRO 2",)),
     "DeepSpeed ZeRO 3, as lean": (deepspeed_engines.zero, (3, True), ("dp=2, ZeRO 3",)),
     "DeepSpeed ZeRO 3": (deepspeed_engines.zero, (3,), ("dp=2, ZeRO 3", "dp=2, ZeRO 3, weights kept")),
+    DENSE: (native.ddp, (), ("8 experts, ep=2",)),
+    "megatron-core, experts": (megatron_core.work, ("ep",), ("8 experts, ep=2",)),
     "megatron-core, tensor": (megatron_core.work, ("tp",), ("tp=2",)),
     "megatron-core, 1F1B": (megatron_core.work, ("pp",), ("pp=2, 1f1b",)),
 }
@@ -95,6 +102,7 @@ PEERS: dict[str, tuple[Any, tuple[Any, ...], tuple[str, ...]]] = {
 
 def contenders(family: str, overrides: Sequence[str], python: str | None) -> list[Contender]:
     """All of a family."""
+    overrides = shape_of(family, overrides)
     mine = {name: config_of([*overrides, *settings], 2) for name, settings in LAYOUTS[family].items()}
     one = config_of(overrides, 1)
     half = config_of([*overrides, f"train.global_batch={one.train.global_batch // 2}"], 1)
@@ -110,6 +118,14 @@ def contenders(family: str, overrides: Sequence[str], python: str | None) -> lis
     return out
 
 
+def shape_of(family: str, overrides: Sequence[str]) -> list[str]:
+    """Overrides of a family's shape: experts two of which have as many columns as the MLP in their place."""
+    if family != "experts":
+        return list(overrides)
+    ffn = config_of(overrides, 1).model.ffn_width // 2
+    return [*overrides, "model.moe.experts=8", "model.moe.top_k=2", f"model.moe.ffn={ffn}"]
+
+
 def config_of(overrides: Sequence[str], world: int) -> RunConfig:
     """The shape with overrides, checked for a number of ranks."""
     config = load("llama-tiny", [*SHAPE, *overrides])
@@ -120,10 +136,11 @@ def config_of(overrides: Sequence[str], world: int) -> RunConfig:
 def same_work(records: dict[str, Record], config: RunConfig) -> None:
     """Assert that all trained a model of the same size, from a loss like that of a model that knows nothing.
 
-    What two processes hold without communication is two models.
+    What two processes hold without communication is two models. Plain loops have no experts, but as much to compute.
     """
-    size = sum(spec.numel for spec in parameter_specs(config.model))
+    dense = config.model.model_copy(update={"moe": None})
     for name, record in records.items():
+        size = sum(spec.numel for spec in parameter_specs(dense if name in (PLAIN, DENSE) else config.model))
         if record.error is None:
             models = 2 if name in (LIMIT, PLAIN) else 1
             assert record.parameters == models * size, f"{name} trains {record.parameters} parameters, not {size}"
@@ -153,7 +170,7 @@ def measure(
         failed = {name: record.error for name, record in records.items() if record.error is not None}
         if lost := failed.keys() & {LIMIT, PLAIN, *LAYOUTS[family]}:
             raise RuntimeError("\n".join(f"{name}: {failed[name]}" for name in lost))
-        same_work(records, config)
+        same_work(records, config_of(shape_of(family, overrides), 1))
         out["families"][family] = {name: facts(records, name, tokens) for name in records if name not in failed}
         out["cannot_run"] |= failed
         out["rows"] += rows(records, family, tokens)

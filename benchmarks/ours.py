@@ -13,6 +13,7 @@ def ours(config: RunConfig, world: int) -> Work:
     from hpctrain.layout.layout import Layout
     from hpctrain.layout.placement import replica_groups
     from hpctrain.model.batch import Batch
+    from hpctrain.parallel.context import own_part
     from hpctrain.parallel.mesh import build_mesh
     from hpctrain.parallel.parallelize import build_chunks
     from hpctrain.parallel.pipeline import Pipeline
@@ -23,16 +24,16 @@ def ours(config: RunConfig, world: int) -> Work:
     mesh = build_mesh(layout, torch.device("cpu"), replica_groups(config.model, layout))
     chunks, records = build_chunks(config, mesh, takes_values(config))
     held = [records[name] for chunk in chunks for name, _ in chunk.named_parameters()]
-    owned = sum(box.numel for record in held if record.owner == mesh.rank for box in record.boxes)
+    owned = sum(b.numel / mesh.reduction(r).size for r in held if r.owner == mesh.rank for b in r.boxes)
     engine = build_engine(chunks, records, mesh, config)
     pipeline = Pipeline(engine, mesh, config)
     inputs, labels = random_tokens(config, mesh.dp.index, mesh.dp.size)
-    batch = Batch(inputs, labels, None, torch.arange(len(inputs)))
+    batch = own_part(Batch(inputs, labels, None, torch.arange(len(inputs))), config, mesh)
 
     def step() -> float:
         return train_step(config, pipeline, engine, batch, config.optimizer.lr)[0].mean
 
-    return Work(step, owned / mesh.dp.size)
+    return Work(step, owned)
 
 
 def random_tokens(config: RunConfig, part: int = 0, parts: int = 1):  # type: ignore[no-untyped-def]

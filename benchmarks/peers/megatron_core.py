@@ -23,7 +23,7 @@ def work(config: RunConfig, axis: str, python: str | None) -> Work:
 
     Args:
         config: of the run.
-        axis: `tp` or `pp`.
+        axis: `tp`, `pp` or `ep`.
         python: an interpreter with torch and megatron-core.
 
     Raises:
@@ -93,4 +93,5 @@ def _settings(config: RunConfig, axis: str) -> dict[str, Any]:
         "adam_eps": o.eps,
         "decay": o.weight_decay,
         "clip": o.clip,
+        "experts": {"number": m.moe.experts, "top_k": m.moe.top_k, "ffn": m.expert_width} if m.moe else None,
     }

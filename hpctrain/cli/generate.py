@@ -23,7 +23,7 @@ def generate(
     """Sample text from the newest checkpoint in the folder RUN, or from the checkpoint RUN.
 
     parallel.tp=N reads the checkpoint under another tensor parallelism, on N ranks of this machine. A run's
-    pipeline is not used.
+    pipeline and context parallelism are not used.
     """
     from hpctrain.config.load import load
     from hpctrain.errors import CheckpointError, ConfigError
@@ -42,7 +42,7 @@ def generate(
     settings = config.model_dump(mode="json")
     settings["sharding"] |= {"engine": "none", "stage": 0}
     settings["parallel"] |= {"pp": 1, "schedule": "1f1b", "chunks": 1, "stage_layers": None}
-    settings["parallel"] |= {"sp": False}  # a way to keep less for backward; the context here has any length
+    settings["parallel"] |= {"cp": 1, "sp": False}  # ways to keep less for backward; the context here has any length
     settings["cluster"] |= {"nodes": 1, "gpus_per_node": config.parallel.tp}
     validate(RunConfig.model_validate(settings), config.parallel.tp)
     how = Sampling(tokens, temperature, top_k, seed)

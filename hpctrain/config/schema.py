@@ -7,6 +7,7 @@ fields, or the number of ranks, is in `hpctrain.config.validate`. Keys, not code
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -20,6 +21,7 @@ UserPath = Annotated[Path, AfterValidator(Path.expanduser)]
 NonNegative = Annotated[float, Field(ge=0.0)]
 
 Precision = Literal["float32", "bf16", "fp16", "float64"]
+CpMethod = Literal["ring", "ulysses"]
 
 
 class Section(BaseModel):
@@ -37,6 +39,37 @@ class RopeScaling(Section):
     )
     high_freq_factor: Positive = Field(4.0, description="Wavelengths below original_max_seq over this are kept.")
     original_max_seq: Count = Field(8192, description="Longest sequence before the scaling.")
+
+
+class MoeConfig(Section):
+    """Mixture of experts: in the place of MLPs, many of which each token uses a few."""
+
+    experts: Count = Field(8, description="Experts of a layer.")
+    top_k: Count = Field(2, description="Experts that a token is sent to.")
+    ffn: Count | None = Field(None, description="Width of an expert; default that of the MLP.")
+    router: Literal["softmax", "sigmoid"] = Field("softmax", description="What makes scores of the router's logits.")
+    normalize: bool = Field(True, description="The weights of a token's experts sum to 1, before scale.")
+    scale: Positive = Field(1.0, description="Factor on these weights.")
+    groups: Count = Field(1, description="Groups the experts are in, consecutive ones in each.")
+    top_groups: Count = Field(1, description="Groups that a token's experts come from, the best by two experts each.")
+    shared_ffn: Natural = Field(0, description="Width of an MLP that every token goes through besides; 0 has none.")
+    capacity: Positive | None = Field(
+        None, description="Most tokens of a sample that an expert takes, over the mean; null takes all."
+    )
+    overflow: Literal["drop", "pad"] = Field(
+        "drop", description="Capacity: both drop what is above it; pad computes with that many rows always."
+    )
+    aux_loss: NonNegative = Field(0.0, description="Weight of the load-balancing loss of a layer.")
+    z_loss: NonNegative = Field(0.0, description="Weight of the squared log-partition of the router's logits.")
+    bias_rate: NonNegative | None = Field(
+        None, description="Step of biases that balance the load without a loss; null has none, 0 leaves them."
+    )
+    dense_layers: Natural = Field(0, description="First layers that have an MLP and no experts.")
+
+    def room(self, seq: int) -> int:
+        """Most tokens of a sample of `seq` that an expert takes where there is a capacity."""
+        assert self.capacity is not None
+        return math.ceil(self.capacity * seq * self.top_k / self.experts)
 
 
 class ModelConfig(Section):
@@ -62,8 +95,10 @@ class ModelConfig(Section):
     activation: Literal["swiglu", "gelu", "gelu_tanh"] = Field("swiglu", description="Of the MLP; swiglu has a gate.")
     bias: bool = Field(False, description="Biases on the linear layers.")
     tied: bool = Field(False, description="The output head is the embedding.")
+    qk_norm: bool = Field(False, description="RMSNorm of every head's queries and keys, before rotation.")
     dropout: Fraction = Field(0.0, description="On the embedding and on what each block adds to the residual.")
     init_std: Positive = Field(0.02, description="Standard deviation of initial weights.")
+    moe: MoeConfig | None = None
 
     @property
     def kv(self) -> int:
@@ -79,6 +114,15 @@ class ModelConfig(Section):
     def ffn_width(self) -> int:
         """Width of the MLP."""
         return self.ffn or 4 * self.hidden
+
+    @property
+    def expert_width(self) -> int:
+        """Width of one expert."""
+        return (self.moe.ffn if self.moe else None) or self.ffn_width
+
+    def routed(self, layer: int) -> bool:
+        """Whether a layer has experts in the place of the MLP."""
+        return self.moe is not None and layer >= self.moe.dense_layers
 
     @property
     def gated(self) -> bool:
@@ -101,9 +145,12 @@ class ParallelConfig(Section):
     stage_layers: tuple[Natural, ...] | None = Field(
         None, description="Layers of each of the pp x chunks virtual stages; null balances them, the head counted."
     )
-    cp: Count = Field(1, description="Context parallelism: the sequence is split. Not in this version.")
-    ep: Count = Field(1, description="Expert parallelism. Not in this version.")
-    etp: Count = Field(1, description="Tensor parallelism inside an expert: 1 or tp. Not in this version.")
+    cp: Count = Field(1, description="Context parallelism: every sequence is split, all layers included.")
+    cp_method: CpMethod = Field(
+        "ring", description="How attention sees it whole: keys and values go around, or heads are split instead."
+    )
+    ep: Count = Field(1, description="Expert parallelism: the experts of a layer are spread over the ranks of a stage.")
+    etp: Count = Field(1, description="Tensor parallelism inside an expert: 1 or tp.")
 
 
 class OffloadConfig(Section):

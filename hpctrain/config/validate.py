@@ -11,8 +11,10 @@ from collections.abc import Callable, Iterable
 
 from hpctrain.config.schema import RunConfig
 from hpctrain.errors import ConfigError
+from hpctrain.layout.context import misfit as does_not_split
+from hpctrain.layout.context import multiple
 from hpctrain.layout.layout import Layout
-from hpctrain.layout.placement import misfit, tp_sizes
+from hpctrain.layout.placement import misfit, tp_sizes, zero_misfit
 from hpctrain.layout.schedule import ZERO_BUBBLE, make_schedule
 
 Rule = Callable[[RunConfig], None]
@@ -33,11 +35,32 @@ def validate(config: RunConfig, world: int) -> None:
 
 
 def _available(config: RunConfig) -> None:
-    for axis, name in {"cp": "context", "ep": "expert", "etp": "expert tensor"}.items():
-        if (size := getattr(config.parallel, axis)) > 1:
-            _refuse(f"parallel.{axis}", size, f"{name} parallelism is not available in this version", "use 1")
     if config.engine == "fsdp":
         _refuse("sharding.engine", "fsdp", "is not available in this version", "use deepspeed with sharding.stage=3")
+
+
+def _experts(config: RunConfig) -> None:
+    model, moe = config.model, config.model.moe
+    if moe is None:
+        return
+    if moe.top_k > moe.experts:
+        _refuse("model.moe.top_k", moe.top_k, f"must be at most model.moe.experts={moe.experts}", "use fewer")
+    if moe.experts % moe.groups:
+        allowed = _either(_divisors(moe.experts))
+        _refuse("model.moe.groups", moe.groups, f"must divide model.moe.experts={moe.experts}", f"use {allowed}")
+    if moe.top_groups > moe.groups:
+        _refuse("model.moe.top_groups", moe.top_groups, f"must be at most model.moe.groups={moe.groups}", "use fewer")
+    reach = moe.top_groups * (moe.experts // moe.groups)
+    if moe.top_k > reach:
+        reason = f"{moe.top_groups} groups (model.moe.top_groups) have {reach} experts"
+        _refuse("model.moe.top_k", moe.top_k, reason, "use fewer, or more groups")
+    if moe.overflow == "pad" and moe.capacity is None:
+        _refuse("model.moe.overflow", "pad", "pads to a capacity", "set model.moe.capacity, for example to 1.25")
+    if moe.dense_layers >= model.layers:
+        reason = f"leaves no layer of model.layers={model.layers} with experts"
+        _refuse("model.moe.dense_layers", moe.dense_layers, reason, "use fewer, or model.moe=null")
+    if model.bias:
+        _refuse("model.bias", True, "experts have no biases", "use model.bias=false")
 
 
 def _attention_shape(config: RunConfig) -> None:
@@ -137,6 +160,7 @@ def _tensor_parallel(config: RunConfig, layout: Layout) -> None:
         "heads": f"must divide model.heads={model.heads}",
         "kv_heads": f"must divide model.kv_heads={model.kv} or be a multiple of it",
         "ffn": f"must divide the MLP's width, model.ffn={model.ffn_width}",
+        "shared_ffn": f"must divide the width of the shared MLP, model.moe.shared_ffn={_shared(config)}",
         "vocab": f"must be at most model.vocab={model.vocab}",
     }
     if cut := misfit(model, tp):
@@ -170,15 +194,50 @@ def _pipeline(config: RunConfig) -> None:
         _refuse("parallel.stage_layers", list(sizes), reason, "give every other stage at least 1")
 
 
-def _sequence_parallel(config: RunConfig, layout: Layout) -> None:
-    seq, tp = config.data.seq, layout.tp
-    if not layout.sp:
+def _expert_parallel(config: RunConfig, layout: Layout) -> None:
+    model, stage, world = config.model, config.sharding.stage, layout.world // layout.pp
+    if model.moe is None:
+        for axis in ("ep", "etp"):
+            if (size := getattr(layout, axis)) > 1:
+                _refuse(f"parallel.{axis}", size, "splits experts, and the model has none (model.moe=null)", "use 1")
         return
-    if tp == 1:
+    if model.moe.experts % layout.ep:
+        allowed = _either(ep for ep in _divisors(model.moe.experts) if world % (ep * layout.etp) == 0)
+        _refuse("parallel.ep", layout.ep, f"must divide model.moe.experts={model.moe.experts}", f"use {allowed}")
+    if model.expert_width % layout.etp:
+        _refuse("parallel.etp", layout.etp, f"must divide the width of an expert, {model.expert_width}", "use 1")
+    unfit = zero_misfit(model, layout, stage)
+    if unfit == "stage":
+        reason = "shards every parameter over dp x cp, and experts lie elsewhere unless ep x etp is tp"
+        fix = f"use 1 or 2, or parallel.ep={layout.tp // layout.etp}"
+        _refuse("sharding.stage", 3, reason, fix)
+    if unfit == "pp":
+        reason = (
+            "leaves a rank of the pipeline without experts, and DeepSpeed takes the norm of as many kinds everywhere"
+        )
+        _refuse("parallel.pp", layout.pp, reason, "use sharding.stage=0, or a smaller model.moe.dense_layers")
+
+
+def _sequence_parallel(config: RunConfig, layout: Layout) -> None:
+    if layout.sp and layout.tp == 1:
         _refuse("parallel.sp", True, "splits the sequence over the ranks of parallel.tp, which is 1", "use false")
-    if seq % tp:
-        near = [n for n in (seq // tp * tp, (seq // tp + 1) * tp) if n]
-        _refuse("data.seq", seq, f"must be a multiple of parallel.tp={tp} with parallel.sp", f"use {_either(near)}")
+
+
+def _sequence(config: RunConfig, layout: Layout) -> None:
+    """Every rank of cp, and with sp every rank of tp, has the same share of a sequence."""
+    seq, parallel, cp = config.data.seq, config.parallel, layout.cp
+    cut = does_not_split(config.model, parallel, seq)
+    if cut == "heads":
+        heads = config.model.heads // layout.tp
+        reason = f"must divide the {heads} heads of a rank (model.heads / tp), which ulysses splits"
+        _refuse("parallel.cp", cp, reason, f"use {_either(_divisors(heads))}, or parallel.cp_method=ring")
+    if cut == "seq":
+        ring = ", twice over in a ring" if parallel.cp_method == "ring" else ""
+        reasons = [f"parallel.cp={cp}{ring}"] if cp > 1 else []
+        reasons += [f"parallel.tp={layout.tp} with parallel.sp"] if layout.sp else []
+        size = multiple(parallel)
+        near = [n for n in (seq // size * size, (seq // size + 1) * size) if n]
+        _refuse("data.seq", seq, f"must be a multiple of {size} for {' and '.join(reasons)}", f"use {_either(near)}")
 
 
 def _batch(config: RunConfig, layout: Layout) -> None:
@@ -197,6 +256,7 @@ def _batch(config: RunConfig, layout: Layout) -> None:
 
 RULES: tuple[Rule, ...] = (
     _available,
+    _experts,
     _attention_shape,
     _positions,
     _sharding_rules,
@@ -206,11 +266,15 @@ RULES: tuple[Rule, ...] = (
     _evaluation,
     _checkpoints,
 )
-LAYOUT_RULES: tuple[LayoutRule, ...] = (_tensor_parallel, _sequence_parallel, _batch)
+LAYOUT_RULES: tuple[LayoutRule, ...] = (_tensor_parallel, _expert_parallel, _sequence_parallel, _sequence, _batch)
 
 
 def _refuse(path: str, value: object, allowed: str, fix: str = "") -> None:
     raise ConfigError(path, value, allowed, fix)
+
+
+def _shared(config: RunConfig) -> int:
+    return config.model.moe.shared_ffn if config.model.moe else 0
 
 
 def _yaml(value: object) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import torch
@@ -21,7 +21,8 @@ class Batches:
     """Batches of a split, by global sample count.
 
     The samples of a global batch are the same whatever the number of ranks, and lie in it in the same order:
-    rank r reads the r-th of `size` equal parts. Tensor-parallel ranks of one data-parallel rank read the same.
+    rank r reads the r-th of `size` equal parts. Ranks of tp and cp of one data-parallel rank read the same; those of cp
+    keep a part of each sample.
 
     Args:
         split: what is read.
@@ -32,6 +33,7 @@ class Batches:
         rank: data-parallel rank.
         size: number of data-parallel ranks.
         document_mask: labels do not cross document boundaries, and batches tell documents apart.
+        spans: (start, end) of the stretches of a sample that are kept; None: all of it.
 
     Attributes:
         samples: windows in an epoch.
@@ -50,13 +52,14 @@ class Batches:
         rank: int = 0,
         size: int = 1,
         document_mask: bool = True,
+        spans: Sequence[tuple[int, int]] | None = None,
     ) -> None:
         assert 0 <= rank < size and global_batch % size == 0, (global_batch, rank, size)
         self.samples = split.samples(seq)
         self._split, self._seq, self._seed = split, seq, seed
         self._global, self._local = global_batch, global_batch // size
         self._first = rank * self._local
-        self._document_mask = document_mask
+        self._document_mask, self._spans = document_mask, spans or ((0, seq),)
         self._windows = split.windows(seq)
         self._ahead_from, self._ahead = 0, np.empty((0, self._local), np.int64)
 
@@ -74,12 +77,13 @@ class Batches:
         documents = self._separate(window, labels) if self._document_mask else None
         if self._seed is None:
             labels[samples >= self.samples] = IGNORED
-        return Batch(
+        whole = Batch(
             torch.from_numpy(tokens),
             torch.from_numpy(labels),
             None if documents is None else torch.from_numpy(documents),
             torch.from_numpy(samples),
         )
+        return whole.part(self._spans)
 
     def stream(self, sample: int) -> Iterator[Batch]:
         """Consecutive batches from a global sample count on, without end."""

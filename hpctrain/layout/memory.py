@@ -2,9 +2,10 @@
 
 State is exact: weights, gradients and optimizer state of the boxes that the rank holds. Activations are an
 estimate of what backward needs: per token and layer the inputs and outputs of the two norms, queries, keys, values
-and attention output, and what the MLP keeps; attention scores are taken not to be stored (fused attention). What is
-recomputed is there for one layer of one micro-batch at a time. Allocator waste, buffers of collectives and the
-framework itself are not counted.
+and attention output, and what the MLP keeps, or router and experts; attention scores are taken not to be stored (fused
+attention). What is recomputed is there for one layer of one micro-batch at a time. Allocator waste, buffers of
+collectives and the framework
+itself are not counted.
 """
 
 from __future__ import annotations
@@ -17,15 +18,15 @@ from functools import cache
 
 from hpctrain.config.schema import RunConfig
 from hpctrain.errors import ConfigError
+from hpctrain.layout.activations import COMPUTE_BYTES, activations
+from hpctrain.layout.context import misfit
 from hpctrain.layout.layout import Layout
-from hpctrain.layout.placement import cut_of, placements, tied_copy, tp_sizes
+from hpctrain.layout.placement import placements, tied_copy, tp_sizes, zero_misfit
 from hpctrain.layout.schedule import ZERO_BUBBLE, make_schedule
 from hpctrain.layout.stages import Stage, stages_of
 from hpctrain.layout.transfers import most_received
 
 GIB = 2**30
-COMPUTE_BYTES = {"float32": 4, "float64": 8, "bf16": 2, "fp16": 2}
-"""Bytes of a weight and of an activation: the sizes of `parallel.precision.COMPUTE`, for code without torch."""
 
 
 @dataclass(frozen=True)
@@ -55,8 +56,7 @@ class Memory:
 
 
 def estimate(config: RunConfig, layout: Layout) -> Memory:
-    """What the fullest rank of a layout needs. Context parallelism is not priced."""
-    assert layout.cp == 1, layout
+    """What the fullest rank of a layout needs."""
     return _fullest(config, layout, _held(config, layout))
 
 
@@ -66,11 +66,12 @@ def _fullest(config: RunConfig, layout: Layout, held: list[_Held]) -> Memory:
 
 @dataclass(frozen=True)
 class _Held:
-    """The fullest rank of a place on pp: its stages, the elements of each of its parameters before ZeRO shards them,
-    and those of the embedding's copy for a head in another stage: its values, and its gradient."""
+    """The fullest rank of a place on pp: its stages, the elements of each of its parameters before ZeRO shards them, by
+    the number of ranks that would, and those of the embedding's copy for a head in another stage: its values, and its
+    gradient."""
 
     stages: tuple[Stage, ...]
-    parameters: list[int]
+    parameters: dict[int, list[int]]
     copied: int
     copied_gradient: int
 
@@ -79,7 +80,10 @@ def _held(config: RunConfig, layout: Layout) -> list[_Held]:
     out = []
     for rank in (layout.rank(pp=index) for index in range(layout.pp)):
         mine = stages_of(config.model, layout, rank)
-        parameters = [math.prod(p.local_shape) for p in placements(config.model, layout, rank).values()]
+        parameters: dict[int, list[int]] = {}
+        for record in placements(config.model, layout, rank).values():
+            ranks = math.prod(layout.sizes(record.reduced_over))
+            parameters.setdefault(ranks, []).append(math.prod(record.local_shape))
         copy = tied_copy(config.model, layout, rank) if mine[-1].last else None
         gradient = math.prod(copy.local_shape) if copy else 0
         out.append(_Held(mine, parameters, 0 if mine[0].first else gradient, gradient))
@@ -91,8 +95,9 @@ def _estimate(config: RunConfig, layout: Layout, of_rank: _Held) -> Memory:
     compute = COMPUTE_BYTES[config.train.precision]
     master = max(compute, 4)
     stage = config.sharding.stage if config.engine == "deepspeed" else 0
-    numel = sum(held)
-    shard = -(-numel // layout.dp)
+    numel = sum(map(sum, held.values()))
+    shards = {ranks: -(-sum(sizes) // ranks) for ranks, sizes in held.items()}
+    shard = sum(shards.values())
     separate = compute < master or config.engine == "deepspeed"  # DeepSpeed copies even float32 weights
     copies = 2 + separate  # two moments, and the master weights
     gathered = 0 if config.sharding.reshard_after_forward else numel  # else a layer's at a time
@@ -101,7 +106,7 @@ def _estimate(config: RunConfig, layout: Layout, of_rank: _Held) -> Memory:
     optimizer = copies * master * (shard if stage >= 1 else numel)
     # DeepSpeed's moments are there from the start, in stage 3 its gradients too, while the initial values of the
     # largest fragment are drawn and copied. Engine none starts with neither: it then holds less than in a step.
-    fragment = -(-max(held) // layout.dp) if stage >= 3 else min(max(held), shard)
+    fragment = max(-(-max(s) // r) if stage >= 3 else min(max(s), shards[r]) for r, s in held.items())
     kept = compute * (shard if stage >= 3 else numel) + optimizer + gradients * (stage >= 3)
     building = kept + 2 * master * fragment if stage else 0
     weights += compute * of_rank.copied
@@ -113,7 +118,7 @@ def live_activations(config: RunConfig, layout: Layout, stages: tuple[Stage, ...
     """Most bytes of activations that a rank keeps at once, with what it has received for later."""
     micro_batches = config.train.global_batch // (layout.dp * config.train.micro_batch)
     schedule = _schedule(layout.schedule, layout.pp, layout.chunks, max(1, micro_batches))
-    sizes = {stage.index: activations(config, layout.tp, stage) for stage in stages}
+    sizes = {stage.index: activations(config, layout, stage) for stage in stages}
     live = peak = 0
     for action in schedule.ranks[stages[0].home]:
         size = sizes[action.stage]
@@ -130,59 +135,6 @@ def live_activations(config: RunConfig, layout: Layout, stages: tuple[Stage, ...
 
 
 _schedule = cache(make_schedule)
-
-
-@dataclass(frozen=True)
-class Activations:
-    """Bytes of one micro-batch in one stage, or in the whole model.
-
-    Attributes:
-        kept: from its forward to its backward.
-        passing: besides, at most, while its backward runs: what is computed again, and the logits' gradient.
-        left: between the parts of a split backward, for the weights: linears' inputs and their outputs' gradients.
-        handed: the hidden states that stages give each other.
-    """
-
-    kept: int
-    passing: int
-    left: int
-    handed: int
-
-
-def activations(config: RunConfig, tp: int, stage: Stage | None = None) -> Activations:
-    """See `Activations`."""
-    model, width = config.model, COMPUTE_BYTES[config.train.precision]
-    wide = max(width, 4)
-    heads, kv_heads, ffn, vocab = (cut_of(model, cut, tp, 0)[1] for cut in ("heads", "kv_heads", "ffn", "vocab"))
-    hidden = model.hidden / tp if config.parallel.sp else model.hidden  # tp divides the sequence
-    norms = 4 * hidden
-    attention = 4 * heads * model.head_width  # keys and values are repeated to all heads before attention
-    mlp = (4 if model.gated else 2) * ffn
-    masks = 2 * hidden if model.dropout else 0
-    layer = norms + attention + mlp + masks
-    repeated = 2 * (heads - kv_heads) * model.head_width
-    kept = {"none": layer, "selective": layer - repeated, "full": hidden}[config.train.recompute]
-    for_weights = 4 * hidden + 2 * (heads + kv_heads) * model.head_width + (3 if model.gated else 2) * ffn
-    last = stage is None or stage.last
-    number = model.layers if stage is None else len(stage.layers)
-    ends = (2 if last else 1) * hidden  # the last norm's input and output, or what is handed on
-    head = last * (not model.tied) * (hidden + vocab)
-    seen = config.data.seq if config.data.document_mask else 0
-    of_token = (
-        (number * kept + ends) * width + last * vocab * wide + seen,  # the logits' exponentials
-        bool(number) * (layer - kept) * width + last * vocab * (width + wide),  # their gradient, also as computed
-        (number * for_weights + head) * width,
-        hidden * width,
-    )
-    tokens = config.train.micro_batch * config.data.seq
-    return Activations(*(round(tokens * size) for size in of_token))
-
-
-def activation_bytes(config: RunConfig, tp: int, stage: Stage | None = None) -> int:
-    """Activations of one micro-batch that a whole backward needs, and the logits with their gradient; of one stage, or
-    of the whole model."""
-    of_stage = activations(config, tp, stage)
-    return of_stage.kept + of_stage.passing
 
 
 def check_memory(config: RunConfig, layout: Layout, available: int) -> None:
@@ -217,20 +169,19 @@ def _gib(size: float) -> str:
 
 
 def _alternatives(config: RunConfig, layout: Layout, available: int) -> Iterator[dict[str, int | str]]:
-    """Changes of micro-batch, recomputation, stage and tp on the same ranks that fit; the mildest of each first."""
+    """Changes of micro-batch, recomputation, stage, tp and cp on the same ranks that fit; the mildest of each first."""
     micro, stage, ranks = config.train.micro_batch, config.sharding.stage, layout.world // layout.pp
     micros = [m for m in range(micro, 0, -1) if micro % m == 0]
     fixed = config.train.precision == "float64" or config.sharding.engine == "none"
     stages = [stage] if fixed else range(stage, 4)
     again = config.train.recompute
     recomputes = dict.fromkeys((again, "full"))
-    for tp in (t for t in tp_sizes(config.model, ranks) if t >= layout.tp):
-        if layout.sp and config.data.seq % tp:
-            continue
-        resized = replace(layout, dp=ranks // tp, tp=tp)
+    for resized in _resized(config, layout, ranks):
         held = _held(config, resized)
         for s, r, m in itertools.product(stages, recomputes, micros):
-            if config.train.global_batch % (resized.dp * m) or (s > stage and resized.dp == 1):
+            if config.train.global_batch % (resized.dp * m) or (s > stage and resized.dp * resized.cp == 1):
+                continue
+            if zero_misfit(config.model, resized, s):
                 continue
             changed = config.model_copy(
                 update={
@@ -243,6 +194,20 @@ def _alternatives(config: RunConfig, layout: Layout, available: int) -> Iterator
                     "train.micro_batch": (m, micro),
                     "train.recompute": (r, again),
                     "sharding.stage": (s, stage),
-                    "parallel.tp": (tp, layout.tp),
+                    "parallel.tp": (resized.tp, layout.tp),
+                    "parallel.etp": (resized.etp, layout.etp),
+                    "parallel.cp": (resized.cp, layout.cp),
                 }
                 yield {key: new for key, (new, old) in values.items() if new != old}
+
+
+def _resized(config: RunConfig, layout: Layout, ranks: int) -> Iterator[Layout]:
+    """Layouts of as many ranks a stage with as much tensor and context parallelism, or more of one of them."""
+    for tp in (t for t in tp_sizes(config.model, ranks) if t >= layout.tp):
+        for cp in (c for c in range(layout.cp, ranks // tp + 1) if ranks // tp % c == 0):
+            sizes = config.parallel.model_copy(update={"tp": tp, "cp": cp})
+            if (tp > layout.tp and cp > layout.cp) or misfit(config.model, sizes, config.data.seq):
+                continue
+            etp = tp if layout.etp > 1 else 1
+            if ranks % (layout.ep * etp) == 0 and config.model.expert_width % etp == 0:
+                yield replace(layout, dp=ranks // (tp * cp), tp=tp, cp=cp, etp=etp)

@@ -10,13 +10,17 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from hpctrain.config.schema import ModelConfig
-from hpctrain.layout.layout import Layout, Ranks, split
+from hpctrain.layout.layout import EXPERT_AXES, Layout, Ranks, split
 from hpctrain.layout.parameters import Cut, ParameterSpec, parameter_specs, units
-from hpctrain.layout.stages import shares_embedding, stages_of
+from hpctrain.layout.stages import shares_embedding, stages, stages_of
 
 Index = tuple[int, ...]
+
+DENSE, EXPERT = ("dp", "cp"), ("edp",)
+"""Axes over which gradients of dense parameters, and of experts, are summed by an engine."""
 
 
 @dataclass(frozen=True)
@@ -40,11 +44,14 @@ class Placement:
         name: fully qualified parameter name.
         global_shape: shape of the logical tensor.
         boxes: the blocks of it that this rank holds.
-        replicas: ranks of this rank's stage and data-parallel index that hold the same boxes, ascending.
+        replicas: ranks of this rank's stage and data-parallel index (an expert's: edp index) that hold the same boxes,
+            ascending.
         partial_over: axes over whose replicas the gradient arises in parts, because each uses the parameter for
             some of the heads or for a part of the sequence. The layer that holds it makes the gradient whole
             inside autograd, so that it is complete when it is accumulated.
         tied: name of the parameter whose values this one shares and whose owner is on another stage, if any.
+        reduced_over: axes over which an engine sums the gradient: the ranks that hold the same boxes and see other
+            tokens.
     """
 
     name: str
@@ -53,6 +60,7 @@ class Placement:
     replicas: Ranks
     partial_over: tuple[str, ...] = ()
     tied: str | None = None
+    reduced_over: tuple[str, ...] = DENSE
 
     @property
     def local_shape(self) -> Index:
@@ -90,8 +98,10 @@ def misfit(model: ModelConfig, tp: int) -> Cut | None:
         return "heads"
     if model.kv % tp and tp % model.kv:
         return "kv_heads"
-    if model.ffn_width % tp:
+    if not model.routed(0) and model.ffn_width % tp:
         return "ffn"
+    if model.moe and model.moe.shared_ffn % tp:
+        return "shared_ffn"
     return "vocab" if model.vocab < tp else None
 
 
@@ -100,8 +110,24 @@ def tp_sizes(model: ModelConfig, ranks: int) -> list[int]:
     return [tp for tp in range(1, ranks + 1) if ranks % tp == 0 and misfit(model, tp) is None]
 
 
+def zero_misfit(model: ModelConfig, layout: Layout, stage: int) -> Literal["stage", "pp"] | None:
+    """What keeps ZeRO of a stage from this layout of a model with experts, if anything does.
+
+    Stage 3 shards all parameters over the same ranks, so experts must be reduced over dp x cp as others are. Stages 1
+    and 2 take a norm of each kind of parameter over all stages of a pipeline, so all must have experts if any has.
+    """
+    if model.moe is None or not stage or layout.ep * layout.etp == layout.tp:
+        return None
+    if stage == 3:
+        return "stage"
+    with_experts = {s.home for s in stages(model, layout) if any(map(model.routed, s.layers))}
+    return "pp" if len(with_experts) < layout.pp else None
+
+
 def place(spec: ParameterSpec, model: ModelConfig, layout: Layout, rank: int) -> Placement:
     """The record of one parameter on one rank."""
+    if "experts" in spec.cuts:
+        return _place_experts(spec, layout, rank)
     tp = layout.coordinates(rank)["tp"]
     start, shape, copies = [0] * len(spec.shape), list(spec.shape), layout.tp
     for dim, cut in enumerate(spec.cuts):
@@ -112,9 +138,22 @@ def place(spec: ParameterSpec, model: ModelConfig, layout: Layout, rank: int) ->
         start[dim], shape[dim] = first * unit, count * unit
     peers = layout.group_of(rank, "tp")
     replicas = peers[tp // copies * copies :][:copies]
-    partial = ("tp",) if copies > 1 and (layout.sp or any(spec.cuts)) else ()
+    partial = ("tp",) if copies > 1 and (layout.sp or spec.by_head or any(spec.cuts)) else ()
     box = Box(tuple(start), (0,) * len(shape), tuple(shape))
     return Placement(spec.name, spec.shape, (box,), replicas, partial)
+
+
+def _place_experts(spec: ParameterSpec, layout: Layout, rank: int) -> Placement:
+    """Of a parameter that all experts of a layer have: some of them by ep, of each some columns by etp.
+
+    A rank sees the tokens of all ranks of its ep and etp groups, so its gradient is whole but for those of edp.
+    """
+    at = layout.coordinates(rank, EXPERT_AXES)
+    start, shape = [0] * len(spec.shape), list(spec.shape)
+    for dim, axis in ((dim, {"experts": "ep", "expert_ffn": "etp"}[cut]) for dim, cut in enumerate(spec.cuts) if cut):
+        start[dim], shape[dim] = split(spec.shape[dim], getattr(layout, axis), at[axis])
+    box = Box(tuple(start), (0,) * len(shape), tuple(shape))
+    return Placement(spec.name, spec.shape, (box,), (rank,), reduced_over=EXPERT)
 
 
 def placements(model: ModelConfig, layout: Layout, rank: int) -> dict[str, Placement]:

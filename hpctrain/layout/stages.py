@@ -7,7 +7,7 @@ from functools import cache
 
 from hpctrain.config.schema import ModelConfig
 from hpctrain.layout.layout import Layout, split
-from hpctrain.layout.parameters import ParameterSpec, parameter_specs
+from hpctrain.layout.parameters import ParameterSpec, matmul_weights
 from hpctrain.layout.schedule import make_schedule
 
 
@@ -70,8 +70,8 @@ def balanced(layers: int, number: int, head: float) -> list[int]:
 
 def head_cost(model: ModelConfig) -> float:
     """What the head costs, in layers: by the weights that a token is multiplied with, attention left out."""
-    layers = sum(s.numel for s in parameter_specs(model) if s.layer is not None and len(s.shape) == 2)
-    return model.vocab * model.hidden * model.layers / layers
+    head = model.vocab * model.hidden
+    return head * model.layers / (matmul_weights(model) - head)
 
 
 def stages_of(model: ModelConfig, layout: Layout, rank: int) -> tuple[Stage, ...]:

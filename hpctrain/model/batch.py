@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -19,14 +20,17 @@ class Batch:
         tokens: [batch, seq] int64.
         labels: [batch, seq] int64, `IGNORED` where nothing is to be predicted.
         documents: [batch, seq] int64, equal within a document and different between neighbours; None where
-            attention may cross document boundaries.
-        samples: [batch] int64, global count of each sample in the run's stream; it keys the dropout masks.
+            attention may cross document boundaries. In a part of the samples, still of the whole ones.
+        samples: [batch] int64, global count of each sample in the run's stream; it keys the dropout masks, and stays
+            on the host.
+        positions: [seq] int64, ascending places in the samples that the tokens have; None: 0, 1, 2, ...
     """
 
     tokens: Tensor
     labels: Tensor
     documents: Tensor | None
     samples: Tensor
+    positions: Tensor | None = None
 
     @property
     def valid_tokens(self) -> int:
@@ -41,8 +45,17 @@ class Batch:
         def move(t: Tensor) -> Tensor:
             return t.pin_memory().to(device, non_blocking=True)
 
-        documents = None if self.documents is None else move(self.documents)
-        return Batch(move(self.tokens), move(self.labels), documents, move(self.samples))
+        documents, positions = (None if t is None else move(t) for t in (self.documents, self.positions))
+        return Batch(move(self.tokens), move(self.labels), documents, self.samples, positions)
+
+    def part(self, spans: Sequence[tuple[int, int]]) -> Batch:
+        """These stretches of whole samples, (start, end) each, one after the other; labels stay those of the tokens."""
+        assert self.positions is None, "a part is taken of whole samples"
+        if sum(end - start for start, end in spans) == self.tokens.shape[1]:
+            return self
+        positions = torch.cat([torch.arange(start, end) for start, end in spans])
+        tokens, labels = self.tokens[:, positions], self.labels[:, positions]
+        return Batch(tokens, labels, self.documents, self.samples, positions)
 
     def split(self, size: int) -> list[Batch]:
         """Micro-batches of `size` samples; those in which no document ends do without a mask."""
@@ -52,5 +65,5 @@ class Batch:
             documents = None if self.documents is None else self.documents[rows]
             if documents is not None and torch.equal(documents[:, 0], documents[:, -1]):
                 documents = None  # they ascend, so all between are equal too
-            out.append(Batch(self.tokens[rows], self.labels[rows], documents, self.samples[rows]))
+            out.append(Batch(self.tokens[rows], self.labels[rows], documents, self.samples[rows], self.positions))
         return out

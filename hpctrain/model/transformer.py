@@ -7,22 +7,19 @@ Parameter names and shapes are those of `hpctrain.layout.parameters.parameter_sp
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from hpctrain.config.schema import ModelConfig
-from hpctrain.model.batch import Batch
+from hpctrain.model.batch import IGNORED, Batch
 from hpctrain.model.loss import CrossEntropy
+from hpctrain.model.mlp import FanOut, Mlp
+from hpctrain.model.moe import MoE
 from hpctrain.model.random import Dropout
 from hpctrain.model.rope import rotate, rotation
-
-
-class FanOut(nn.ModuleDict):
-    """Linears of one input, computed together. Returns their outputs in order."""
-
-    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
-        return tuple(linear(x) for linear in self.values())
 
 
 class Embedding(nn.Module):
@@ -68,7 +65,7 @@ class DotProductAttention(nn.Module):
 
 
 class Attention(nn.Module):
-    """Multi-head attention with rotary or no position embedding."""
+    """Multi-head attention with rotary or no position embedding, with or without norms of queries and keys."""
 
     def __init__(self, model: ModelConfig) -> None:
         super().__init__()
@@ -76,35 +73,17 @@ class Attention(nn.Module):
         queries, keys = model.heads * self.width, model.kv * self.width
         sizes = {"q": queries, "k": keys, "v": keys}
         self.qkv = FanOut({n: nn.Linear(model.hidden, size, bias=model.bias) for n, size in sizes.items()})
+        self.q_norm = nn.RMSNorm(self.width, eps=model.norm_eps) if model.qk_norm else nn.Identity()
+        self.k_norm = nn.RMSNorm(self.width, eps=model.norm_eps) if model.qk_norm else nn.Identity()
         self.core: nn.Module = DotProductAttention()
         self.output: nn.Module = nn.Linear(queries, model.hidden, bias=model.bias)
 
     def forward(self, x: Tensor, rope: tuple[Tensor, Tensor] | None, mask: Tensor | None) -> Tensor:
         q, k, v = (t.unflatten(-1, (-1, self.width)).transpose(1, 2) for t in self.qkv(x))
+        q, k = self.q_norm(q), self.k_norm(k)
         if rope is not None:
             q, k = rotate(q, *rope), rotate(k, *rope)
         out: Tensor = self.output(self.core(q, k, v, mask).transpose(1, 2).flatten(2))
-        return out
-
-
-class Mlp(nn.Module):
-    """SwiGLU, or GELU without a gate."""
-
-    def __init__(self, model: ModelConfig) -> None:
-        super().__init__()
-        self.activation = model.activation
-        names = ("gate", "up") if model.gated else ("up",)
-        self.inputs = FanOut({n: nn.Linear(model.hidden, model.ffn_width, bias=model.bias) for n in names})
-        self.down: nn.Module = nn.Linear(model.ffn_width, model.hidden, bias=model.bias)
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.activation == "swiglu":
-            gate, up = self.inputs(x)
-            inner = F.silu(gate) * up
-        else:
-            (up,) = self.inputs(x)
-            inner = F.gelu(up, approximate="tanh" if self.activation == "gelu_tanh" else "none")
-        out: Tensor = self.down(inner)
         return out
 
 
@@ -116,7 +95,7 @@ def make_norm(model: ModelConfig) -> nn.Module:
 
 
 class Layer(nn.Module):
-    """Attention and MLP, each normalised before and added to the residual after (pre-norm)."""
+    """Attention and MLP or experts, each normalised before and added to the residual after (pre-norm)."""
 
     def __init__(self, model: ModelConfig, seed: int, index: int) -> None:
         super().__init__()
@@ -124,13 +103,26 @@ class Layer(nn.Module):
         self.attention = Attention(model)
         self.attention_dropout = Dropout(model.dropout, seed, f"layers.{index}.attention")
         self.mlp_norm = make_norm(model)
-        self.mlp = Mlp(model)
+        self.mlp = None if model.routed(index) else Mlp(model)
+        self.moe = MoE(model) if model.routed(index) else None
         self.mlp_dropout = Dropout(model.dropout, seed, f"layers.{index}.mlp")
 
-    def forward(self, x: Tensor, rope: tuple[Tensor, Tensor] | None, mask: Tensor | None, samples: list[int]) -> Tensor:
+    def forward(
+        self,
+        x: Tensor,
+        rope: tuple[Tensor, Tensor] | None,
+        mask: Tensor | None,
+        samples: list[int],
+        valid: Tensor | None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Hidden states, and the router's loss where there is one. `valid` [batch, seq]: which tokens count."""
         x = x + self.attention_dropout(self.attention(self.attention_norm(x), rope, mask), samples)
-        out: Tensor = x + self.mlp_dropout(self.mlp(self.mlp_norm(x)), samples)
-        return out
+        y, loss = self.mlp_norm(x), None
+        if self.moe is not None:
+            y, loss = self.moe(y, samples, valid)
+        elif self.mlp is not None:
+            y = self.mlp(y)
+        return x + self.mlp_dropout(y, samples), loss
 
 
 class Transformer(nn.Module):
@@ -140,6 +132,9 @@ class Transformer(nn.Module):
         model: its shape.
         seed: of the run, for dropout.
         loss: what turns logits and labels into a sum of losses.
+
+    Attributes:
+        mask: makes of documents what attention's cores are given.
     """
 
     def __init__(self, model: ModelConfig, seed: int = 0, loss: CrossEntropy | None = None) -> None:
@@ -152,6 +147,7 @@ class Transformer(nn.Module):
         self.norm: nn.Module | None = make_norm(model)
         self.head: Head | None = Head(model)
         self.loss = loss or CrossEntropy()
+        self.mask: Callable[[Tensor], Tensor] = document_mask
 
     def take(self, layers: range, first: bool, last: bool) -> None:
         """Keep these layers alone; what comes before all of them only if `first`, what comes after only if `last`."""
@@ -166,24 +162,24 @@ class Transformer(nn.Module):
         """The layers held, with their place in the whole model."""
         return [(int(i), layer) for i, layer in self.layers.items() if isinstance(layer, Layer)]
 
-    def forward(self, batch: Batch, hidden: Tensor | None = None, tied: Tensor | None = None) -> Tensor:
+    def forward(
+        self, batch: Batch, hidden: Tensor | None = None, tied: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None]:
         """Sum of the losses over the batch's valid tokens, a scalar; hidden states [batch, seq, hidden] where the
-        head is missing.
+        head is missing. And the sum of the losses of the routers held, None where there is none.
 
         Args:
             batch: what the whole model is fed.
             hidden: [batch, seq, hidden] what the layers before return, where the embedding is missing.
             tied: the embedding's weight for a head without its own, where the embedding is missing.
         """
-        x = self.states(batch.tokens, batch.documents, batch.samples, hidden)
-        if self.head is None:
-            return x
-        total: Tensor = self.loss(self.predict(x, tied), batch.labels)
-        return total
+        valid = None if self.model.moe is None else batch.labels != IGNORED
+        x, routers = self.states(batch.tokens, batch.documents, batch.samples, hidden, batch.positions, valid)
+        return (x if self.head is None else self.loss(self.predict(x, tied), batch.labels)), routers
 
     def logits(self, tokens: Tensor, documents: Tensor | None = None, samples: Tensor | None = None) -> Tensor:
         """Logits [batch, seq, vocab] of the whole model. Arguments as for `states`."""
-        return self.predict(self.states(tokens, documents, samples))
+        return self.predict(self.states(tokens, documents, samples)[0])
 
     def predict(self, x: Tensor, tied: Tensor | None = None) -> Tensor:
         """Logits [batch, seq, vocab] of hidden states; `tied` as for `forward`."""
@@ -199,25 +195,32 @@ class Transformer(nn.Module):
         documents: Tensor | None = None,
         samples: Tensor | None = None,
         hidden: Tensor | None = None,
-    ) -> Tensor:
-        """Hidden states [batch, seq, hidden] after the last layer held.
+        positions: Tensor | None = None,
+        valid: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Hidden states [batch, seq, hidden] after the last layer held, and the sum of the routers' losses.
 
         Args:
             tokens: [batch, seq] int64.
             documents: [batch, seq]; attention stays within equal values. None: it does not stop.
-            samples: [batch] global sample counts, needed only where dropout is active.
+            samples: [batch] global sample counts, needed in training by dropout and routers.
             hidden: in the place of embedded tokens, where the embedding is missing.
+            positions: [seq] of the tokens in their samples; None: all, from 0 on.
+            valid: [batch, seq] bool, which tokens count in the loss; None: all.
         """
         dropped = self.training and self.model.dropout > 0
         assert samples is not None or not dropped, "dropout needs to know the samples"
-        keys = samples.tolist() if samples is not None and dropped else []
-        places = torch.arange(tokens.shape[1], device=tokens.device)
+        keys = samples.tolist() if samples is not None else []
+        places = torch.arange(tokens.shape[1], device=tokens.device) if positions is None else positions
         x = self._embed(tokens, places, keys) if hidden is None else hidden
         rope = rotation(self.model, places, x.dtype) if self.model.position == "rope" else None
-        mask = None if documents is None else document_mask(documents)
+        mask = None if documents is None else self.mask(documents)
+        routers: Tensor | None = None
         for layer in self.layers.values():
-            x = layer(x, rope, mask, keys)
-        return x
+            x, loss = layer(x, rope, mask, keys, valid)
+            if loss is not None:
+                routers = loss if routers is None else routers + loss
+        return x, routers
 
     def _embed(self, tokens: Tensor, places: Tensor, samples: list[int]) -> Tensor:
         assert self.embedding is not None, "a stage without the embedding is given hidden states"

@@ -153,9 +153,10 @@ def _exchange(t: Tensor, axis: Axis, op: str, begun: Collective) -> Pending[Tens
 
 
 def _trade(t: Tensor, into: Tensor, i: int, axis: Axis) -> list[dist.Work]:
-    """Send a tensor to rank i of the axis and receive another from it. Both contiguous."""
+    """Send a tensor to rank i of the axis and receive another from it, both contiguous; what is empty is not sent."""
     peer, group = axis.ranks[i], axis.group
-    return dist.batch_isend_irecv([dist.P2POp(dist.isend, t, peer, group), dist.P2POp(dist.irecv, into, peer, group)])
+    legs = [dist.P2POp(call, leg, peer, group) for call, leg in ((dist.isend, t), (dist.irecv, into)) if leg.numel()]
+    return dist.batch_isend_irecv(legs) if legs else []
 
 
 def start_all_gather(t: Tensor, axis: Axis) -> Pending[list[Tensor]]:
@@ -205,6 +206,70 @@ def start_reduce_scatter(part: Callable[[int], Tensor], axis: Axis) -> Pending[T
         return out
 
     return Pending(axis.meter, begun, works, total)
+
+
+def start_all_to_all(t: Tensor, axis: Axis) -> Pending[Tensor]:
+    """Begin to send `t[i]` to rank i of the axis, and to receive from it what becomes row i of the result.
+
+    Args:
+        t: [size of the axis, ...], equally shaped on all ranks.
+    """
+    ones = [1] * axis.size
+    return start_exchange_rows(t, ones, ones, axis)
+
+
+def start_exchange_rows(x: Tensor, sends: Sequence[int], receives: Sequence[int], axis: Axis) -> Pending[Tensor]:
+    """Begin to send rows (of dim 0) to every rank of the axis, to each its own number of them.
+
+    Args:
+        x: the rows for rank 0 of the axis, then those for rank 1, and so on.
+        sends: how many go to each rank, this one included.
+        receives: how many come from each.
+
+    Returns:
+        the rows that came, in the order of the ranks.
+    """
+    assert sum(sends) == len(x) and len(sends) == len(receives) == axis.size, (len(x), sends, receives)
+    if axis.size == 1:
+        return ready(x, axis)
+    begun = axis.begin("all_to_all", _nbytes(x))
+    return _swap(x.contiguous(), sends, receives, axis, begun)
+
+
+def start_gather_rows(x: Tensor, sizes: Sequence[int], axis: Axis) -> Pending[Tensor]:
+    """Begin to collect the rows of all ranks, of which each has its own number, in the order of the ranks."""
+    assert sizes[axis.index] == len(x), (len(x), sizes)
+    if axis.size == 1:
+        return ready(x, axis)
+    begun = axis.begin("all_gather", _nbytes(x))
+    return _swap(x.contiguous(), None, sizes, axis, begun)
+
+
+def start_scatter_rows(x: Tensor, sizes: Sequence[int], axis: Axis) -> Pending[Tensor]:
+    """Begin to sum equally shaped tensors over the axis, of which each rank keeps its own number of rows."""
+    assert sum(sizes) == len(x), (len(x), sizes)
+    if axis.size == 1:
+        return ready(x, axis)
+    begun, own = axis.begin("reduce_scatter", _nbytes(x)), sizes[axis.index]
+    coming = _swap(x.contiguous(), sizes, [own] * axis.size, axis, begun)
+    return Pending(axis.meter, None, [], lambda: coming.wait().view(axis.size, own, *x.shape[1:]).sum(0))
+
+
+def _swap(
+    x: Tensor, sends: Sequence[int] | None, receives: Sequence[int], axis: Axis, begun: Collective
+) -> Pending[Tensor]:
+    """Begin to send each rank its rows of x, or all of them where `sends` is None, and to receive as many as said."""
+    out = x.new_empty((sum(receives), *x.shape[1:]))
+    if axis.direct:
+        parts = [x] * axis.size if sends is None else x.split(list(sends))
+        into = out.split(list(receives))
+        into[axis.index].copy_(parts[axis.index])
+        works = [work for i in axis.others for work in _trade(parts[i], into[i], i, axis)]
+    else:
+        whole = torch.cat([x] * axis.size) if sends is None else x
+        sizes = [len(x)] * axis.size if sends is None else list(sends)
+        works = [dist.all_to_all_single(out, whole, list(receives), sizes, axis.group, async_op=True)]
+    return Pending(axis.meter, begun, works, lambda: out)
 
 
 def all_reduce_(t: Tensor, axis: Axis, op: str = "sum") -> Tensor:

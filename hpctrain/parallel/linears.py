@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from torch import nn
 
-from hpctrain.model.transformer import FanOut, Head
+from hpctrain.model.mlp import FanOut
+from hpctrain.model.transformer import Head
 from hpctrain.parallel.comm import Axis
 from hpctrain.parallel.deferred import Deferred
 from hpctrain.parallel.tensor import ColumnFanOut, ColumnHead, Region, RowLinear

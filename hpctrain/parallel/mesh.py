@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from hpctrain.layout.layout import Layout, Ranks
-from hpctrain.layout.placement import Placement
+from hpctrain.layout.placement import DENSE, EXPERT, Placement
 from hpctrain.parallel.comm import Axis
 from hpctrain.telemetry.meter import Meter
 
@@ -27,7 +27,10 @@ class Mesh:
         tp, pp, dp, cp: one axis each.
         loss: dp x cp, over which token counts and dense gradients are summed.
         total: pp x dp x cp, over which losses are summed, of which only the last stage knows.
-        model: pp x tp, the ranks that together hold one copy of the parameters.
+        model: pp x tp, the ranks that together hold one copy of the parameters that are no expert's.
+        ep, etp: axes of the second factorisation of a stage; tokens are sent over ep, etp splits an expert.
+        edp: over which gradients of experts are summed.
+        experts: pp x ep x etp, the ranks that together hold one copy of the experts.
         alone: this rank only.
         meter: counters of this rank.
     """
@@ -43,9 +46,17 @@ class Mesh:
     loss: Axis
     total: Axis
     model: Axis
+    ep: Axis
+    etp: Axis
+    edp: Axis
+    experts: Axis
     alone: Axis
     meter: Meter
     _subgroups: dict[Ranks, Axis]
+
+    def reduction(self, placement: Placement) -> Axis:
+        """The ranks over which an engine sums a parameter's gradient."""
+        return {DENSE: self.loss, EXPERT: self.edp}[placement.reduced_over]
 
     def partial(self, placement: Placement) -> Axis:
         """The ranks over which the parts of a parameter's gradient are summed inside autograd; often one."""
@@ -73,23 +84,28 @@ def build_mesh(
     rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     assert layout.world == size, (layout, size)
     meter, timeout = meter or Meter(), datetime.timedelta(seconds=timeout_s)
-    made: dict[tuple[Ranks, ...], dist.ProcessGroup | None] = {}
+    made: dict[tuple[bool, tuple[Ranks, ...]], dist.ProcessGroup | None] = {}
 
-    def axis(name: str, groups: tuple[Ranks, ...]) -> Axis:
+    def axis(name: str, groups: tuple[Ranks, ...], beside: bool = False) -> Axis:
+        """Axes of the same ranks share a group, but not one that sums gradients while backward talks over another:
+        when a sum begins is not the same on every rank. Those are `beside`."""
         mine = next(g for g in groups if rank in g)
-        if groups not in made:
-            made[groups] = None
+        key = (beside, groups)
+        if key not in made:
+            made[key] = None
             for ranks in groups:
                 group = dist.new_group(list(ranks), timeout=timeout) if len(ranks) > 1 else None
                 if ranks == mine:
-                    made[groups] = group
-        return Axis(name, mine, mine.index(rank), made[groups], meter)
+                    made[key] = group
+        return Axis(name, mine, mine.index(rank), made[key], meter)
 
-    views = {a: axis(a, layout.groups(a)) for a in ("tp", "pp", "dp", "cp")}
-    loss = axis("dp+cp", layout.groups("dp", "cp"))
-    total = axis("pp+dp+cp", layout.groups("pp", "dp", "cp"))
+    views = {a: axis(a, layout.groups(a)) for a in ("tp", "pp", "cp", "ep", "etp")}
+    views |= {a: axis(a, layout.groups(a), beside=True) for a in ("dp", "edp")}
+    loss = axis("dp+cp", layout.groups("dp", "cp"), beside=True)
+    total = axis("pp+dp+cp", layout.groups("pp", "dp", "cp"), beside=True)
     model = axis("pp+tp", layout.groups("pp", "tp"))
-    world = axis("world", (tuple(range(size)),))
+    experts = axis("pp+ep+etp", layout.groups("pp", "ep", "etp"))
+    world = axis("world", (tuple(range(size)),), beside=True)
     extra = {a.ranks: a for a in (axis("tp", groups) for groups in subgroups)}
     alone = Axis("self", (rank,), 0, None, meter)
     return Mesh(
@@ -101,6 +117,7 @@ def build_mesh(
         loss=loss,
         total=total,
         model=model,
+        experts=experts,
         alone=alone,
         meter=meter,
         _subgroups=extra,

@@ -10,13 +10,16 @@ from hpctrain.layout.parameters import parameter_specs
 from hpctrain.layout.placement import Placement, cut_of, placements
 from hpctrain.layout.stages import Stage, stages_of
 from hpctrain.model.loss import CrossEntropy
+from hpctrain.model.mlp import FanOut
 from hpctrain.model.random import initial_values
-from hpctrain.model.transformer import FanOut, Transformer
+from hpctrain.model.transformer import Transformer
+from hpctrain.parallel.context import apply_context_parallelism
+from hpctrain.parallel.expert import apply_expert_parallelism
 from hpctrain.parallel.loss import VocabParallelCrossEntropy
 from hpctrain.parallel.mesh import Mesh
 from hpctrain.parallel.precision import master
 from hpctrain.parallel.recompute import apply_recomputation
-from hpctrain.parallel.sequence import apply_sequence_parallelism
+from hpctrain.parallel.sequence import SequenceNorm, apply_sequence_parallelism
 from hpctrain.parallel.tensor import ColumnFanOut, ColumnHead, Region, RowLinear, VocabParallelEmbedding
 
 Records = dict[str, Placement]
@@ -56,8 +59,8 @@ def build_chunks(config: RunConfig, mesh: Mesh, materialize: bool = True) -> tup
 def parallelize(model: Transformer, stage: Stage, mesh: Mesh, config: RunConfig, records: Records) -> None:
     """Turn a plain model on the meta device into this rank's part of one stage, in place.
 
-    Order: keep the stage's parts, cut every parameter to its box, tensor parallelism, sequence parallelism,
-    recomputation.
+    Order: keep the stage's parts, cut every parameter to its box, tensor parallelism, sequence parallelism, expert
+    parallelism, context parallelism, recomputation.
     """
     model.take(stage.layers, stage.first, stage.last)
     cut_parameters(model, records)
@@ -66,6 +69,9 @@ def parallelize(model: Transformer, stage: Stage, mesh: Mesh, config: RunConfig,
         apply_tensor_parallelism(model, mesh, region, records)
         if region.sequence:
             apply_sequence_parallelism(model, mesh, records)
+    apply_expert_parallelism(model, mesh, config)
+    if mesh.cp.size > 1:
+        apply_context_parallelism(model, mesh, config)
     apply_recomputation(model, config.train.recompute)
 
 
@@ -90,9 +96,18 @@ def apply_tensor_parallelism(model: Transformer, mesh: Mesh, region: Region, rec
         model.embedding = VocabParallelEmbedding(model.embedding, start, region)
     for index, layer in model.numbered_layers():
         layer.attention.qkv = column(f"layers.{index}.attention.qkv", layer.attention.qkv)
+        if model.model.qk_norm:
+            at = f"layers.{index}.attention"
+            layer.attention.q_norm = SequenceNorm(layer.attention.q_norm, mesh.partial(records[f"{at}.q_norm.weight"]))
+            layer.attention.k_norm = SequenceNorm(layer.attention.k_norm, mesh.partial(records[f"{at}.k_norm.weight"]))
         layer.attention.output = RowLinear(_linear(layer.attention.output), region)
-        layer.mlp.inputs = column(f"layers.{index}.mlp.inputs", layer.mlp.inputs)
-        layer.mlp.down = RowLinear(_linear(layer.mlp.down), region)
+        if layer.mlp is not None:
+            layer.mlp.inputs = column(f"layers.{index}.mlp.inputs", layer.mlp.inputs)
+            layer.mlp.down = RowLinear(_linear(layer.mlp.down), region)
+        if layer.moe is not None and layer.moe.shared is not None:
+            shared = layer.moe.shared
+            shared.inputs = column(f"layers.{index}.moe.shared.inputs", shared.inputs)
+            shared.down = RowLinear(_linear(shared.down), region)
     if model.head is not None:
         model.head = ColumnHead(model.head, region, mesh.alone)
     model.loss = VocabParallelCrossEntropy(model.loss, start, model.model.vocab, mesh.tp)

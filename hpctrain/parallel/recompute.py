@@ -6,13 +6,15 @@ Nothing random has to be saved or replayed: dropout masks are a pure function of
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from hpctrain.model.transformer import Layer, Transformer
+
+Tensors = TypeVar("Tensors", Tensor, "tuple[Tensor, Tensor | None]")
 
 
 def apply_recomputation(model: Transformer, what: str) -> None:
@@ -24,15 +26,19 @@ def apply_recomputation(model: Transformer, what: str) -> None:
             layer.attention.core = Recomputed(layer.attention.core)
 
 
-def recompute(function: Callable[..., Tensor], *inputs: Any) -> Tensor:
-    """Call a function without keeping what its backward needs; its backward calls it again first."""
+def recompute(function: Callable[..., Tensors], *inputs: Any) -> Tensors:
+    """Call a function without keeping what its backward needs; its backward calls it again first.
 
-    def called(*inputs: Any) -> Tensor:
-        out: Tensor = _Ahead.apply(function(*inputs))  # type: ignore[no-untyped-call]
-        return out
+    It returns a tensor or a tuple of them, in which there may be None.
+    """
 
-    out: Tensor = checkpoint(called, *inputs, use_reentrant=False, preserve_rng_state=False)
-    return out
+    def called(*inputs: Any) -> Any:
+        out = function(*inputs)
+        if isinstance(out, Tensor):
+            return _Ahead.apply(out)[0]  # type: ignore[no-untyped-call]
+        return _Ahead.apply(*out)  # type: ignore[no-untyped-call]
+
+    return cast(Tensors, checkpoint(called, *inputs, use_reentrant=False, preserve_rng_state=False))
 
 
 class _Ahead(torch.autograd.Function):
@@ -44,14 +50,14 @@ class _Ahead(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        ctx.save_for_backward(x.new_empty(0))
-        return x.view_as(x)
+    def forward(ctx: Any, *tensors: Tensor | None) -> tuple[Tensor | None, ...]:
+        ctx.save_for_backward(torch.empty(0))
+        return tuple(None if x is None else x.view_as(x) for x in tensors)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         assert len(ctx.saved_tensors) == 1
-        return grads[0]
+        return grads
 
 
 class RecomputedLayer(Layer):
@@ -63,10 +69,9 @@ class RecomputedLayer(Layer):
 
     def __init__(self, layer: Layer) -> None:
         nn.Module.__init__(self)
-        for name, part in layer.named_children():
-            self.add_module(name, part)
+        self.__dict__.update(layer.__dict__)
 
-    def forward(self, *inputs: Any) -> Tensor:
+    def forward(self, *inputs: Any) -> tuple[Tensor, Tensor | None]:
         return recompute(super().forward, *inputs)
 
 

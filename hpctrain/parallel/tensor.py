@@ -15,7 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from hpctrain.model.transformer import Embedding, FanOut, Head, present
+from hpctrain.model.mlp import FanOut
+from hpctrain.model.transformer import Embedding, Head, present
 from hpctrain.parallel.autograd import reduce_from, reduce_scatter_from, sum_gradients
 from hpctrain.parallel.comm import Axis, Pending, start_all_gather, start_all_reduce_, start_reduce_scatter
 from hpctrain.parallel.deferred import Deferred, Later, Tensors

@@ -18,12 +18,14 @@ class Ticket:
     Attributes:
         chunk: which chunk ran.
         output: what it returned: hidden states, or the sum of the losses on the last stage.
+        routers: sum of the losses of the routers in the chunk; None where there is none.
         hidden: what the stage before gave, whose gradient it wants; None on the first stage.
         extra: the engine's own.
     """
 
     chunk: int
     output: Tensor
+    routers: Tensor | None = None
     hidden: Tensor | None = None
     extra: Any = None
 

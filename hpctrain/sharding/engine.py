@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from hpctrain.model.batch import Batch
 from hpctrain.parallel.ticket import Ticket
+from hpctrain.sharding.routers import Routers
 from hpctrain.sharding.state import Piece, StateReader
 
 
@@ -41,6 +42,7 @@ class Engine(ABC):
     """See the module's docstring. `chunks` are the parallelized modules, in the order of the model."""
 
     chunks: Sequence[nn.Module]
+    routers: Routers
 
     @abstractmethod
     def begin_step(self, valid_tokens: int, micro_batches: int) -> None:
@@ -53,7 +55,8 @@ class Engine(ABC):
     @abstractmethod
     def backward(self, ticket: Ticket, grad: Tensor | None = None) -> None:
         """Backward of one forward. `grad` is the output's gradient; None on the last stage, whose output is a
-        sum of losses and is divided here by the step's valid tokens."""
+        sum of losses and is divided here by the step's valid tokens. So is the sum of the routers' losses on every
+        stage."""
 
     def backward_input(self, ticket: Ticket, grad: Tensor | None = None) -> Callable[[], None]:
         """As much of a backward as the stage before waits for. Returns the rest, to be called once before `step`.
@@ -65,7 +68,7 @@ class Engine(ABC):
 
     @abstractmethod
     def step(self, lr: float, loss_finite: bool = True) -> StepResult:
-        """Finish the reduction, clip, update. All ranks agree on the result.
+        """Finish the reduction, clip, update; move the routers' biases. All ranks agree on the result.
 
         Args:
             lr: learning rate of this step.

@@ -3,12 +3,42 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
-from hpctrain.parallel.comm import Axis, all_reduce_
+from hpctrain.layout.placement import EXPERT, Placement
+from hpctrain.parallel.comm import all_reduce_
+from hpctrain.parallel.mesh import Mesh
+
+
+class GradientNorm:
+    """The global norm of gradients that are complete over the ranks an engine reduces them over.
+
+    Dense parameters and experts are spread over the ranks in two ways, so each kind has its own sum: the former over
+    pp x tp, the latter over pp x ep x etp.
+
+    Args:
+        records: placements of what is trained on this rank, in the order of the gradients.
+        mesh: this rank's view of all ranks.
+        experts: whether the model has any, on this rank or on others.
+    """
+
+    def __init__(self, records: Mapping[str, Placement], mesh: Mesh, experts: bool) -> None:
+        self.mesh, self.experts = mesh, experts
+        owned = [record.owner == mesh.rank for record in records.values()]
+        self.counted = torch.tensor(owned, dtype=torch.bool, device=mesh.device)
+        self.of_expert = [record.reduced_over == EXPERT for record in records.values()]
+
+    def of(self, gradients: Sequence[Tensor]) -> float:
+        """The same number on every rank; not finite if a gradient is so anywhere."""
+        total = 0.0
+        for axis, kind in ((self.mesh.model, False), (self.mesh.experts, True))[: 1 + self.experts]:
+            chosen = [i for i, expert in enumerate(self.of_expert) if expert == kind]
+            squares = sum_of_squares([gradients[i] for i in chosen], self.counted[chosen])
+            total += all_reduce_(squares, axis).item()
+        return math.nan if math.isnan(total) else math.sqrt(total)
 
 
 def sum_of_squares(gradients: Sequence[Tensor], counted: Tensor) -> Tensor:
@@ -25,20 +55,6 @@ def sum_of_squares(gradients: Sequence[Tensor], counted: Tensor) -> Tensor:
         return torch.zeros((), dtype=torch.float64, device=counted.device)
     squares = torch.stack([n.double() for n in torch._foreach_norm(list(gradients))]).square()
     return torch.where(squares.isfinite().all(), squares[counted].sum(), torch.nan)
-
-
-def global_norm(squares: Tensor, model: Axis) -> float:
-    """The root of the sum over the ranks that together hold one copy of the parameters.
-
-    Args:
-        squares: of the gradients this rank counts, float64 scalar, complete over the data-parallel ranks.
-        model: pp x tp.
-
-    Returns:
-        The same number on every rank; not finite if it is so anywhere.
-    """
-    total = all_reduce_(squares.clone(), model).item()
-    return math.nan if math.isnan(total) else math.sqrt(total)
 
 
 def clip_factor(norm: float, limit: float) -> float:

@@ -42,6 +42,10 @@ def _train(r: Record) -> list[str]:
         parts[4] = f"MFU {_number(r['mfu_palm'], '.1%')} palm {_number(r['mfu_causal'], '.1%')} causal"
     if r.get("loss_scale") is not None:
         parts.append(f"loss_scale {_number(r['loss_scale'], 'g')}")
+    if r.get("moe/load_imbalance") is not None:
+        parts.append(f"load {_number(r['moe/load_imbalance'], '.2f')}x")
+    if r.get("moe/dropped_tokens"):
+        parts.append(f"dropped {_number(r['moe/dropped_tokens'], ',.0f')}")
     if r.get("skipped_steps"):
         parts.append(f"skipped {_number(r['skipped_steps'], '.0f')}")
     return parts

@@ -6,9 +6,9 @@ forward and backward, and leave out recomputation, norms, biases and the embeddi
     palm    6 N + 12 L d S    attention as a full S x S product (PaLM, torchtitan, nanotron)
     causal  6 N +  6 L d S    attention at half, what a causal mask leaves (Megatron-LM)
 
-N is the number of weights that are multiplied: every matrix of every layer, and the output head also where it
-is the embedding. L is the number of layers, d = heads x head width, S the sequence length. Packed documents
-are not discounted: a sample counts as one sequence of S tokens.
+N is the number of weights that a token is multiplied with: every matrix of every layer, of the experts those of
+top_k, and the output head also where it is the embedding. L is the number of layers, d = heads x head width, S the
+sequence length. Packed documents are not discounted: a sample counts as one sequence of S tokens.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import re
 from dataclasses import dataclass
 
 from hpctrain.config.schema import ModelConfig, Precision
-from hpctrain.layout.parameters import parameter_specs
+from hpctrain.layout.parameters import matmul_weights
 
 HALF: tuple[Precision, ...] = ("bf16", "fp16")
 FP16: tuple[Precision, ...] = ("fp16",)
@@ -81,12 +81,6 @@ class Throughput:
             return None
         share = self.tps(seconds) / self.peak
         return Mfu(share * self.flops.palm, share * self.flops.causal)
-
-
-def matmul_weights(model: ModelConfig) -> int:
-    """Weights that every token is multiplied with: the layers' matrices and the output head, tied or not."""
-    layers = sum(s.numel for s in parameter_specs(model) if s.layer is not None and len(s.shape) == 2)
-    return layers + model.vocab * model.hidden
 
 
 def flops_per_token(model: ModelConfig, seq: int) -> TokenFlops:

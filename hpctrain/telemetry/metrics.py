@@ -20,13 +20,20 @@
 | `consumed_samples`, `consumed_tokens` | | since the beginning of training, over all ranks |
 | `skipped_steps` | | steps skipped so far because the loss or gradient was not finite |
 | `loss_scale` | | fp16 only, else null |
+| `moe/aux_loss` | | balance loss of this step without its weight, mean of a token and a layer; 1 at an even load |
+| `moe/z_loss` | | squared log-partition of the routers' logits, likewise |
+| `moe/dropped_tokens` | | choices of an expert in this step that were above its capacity, over all layers |
+| `moe/load_imbalance` | | tokens sent to the busiest expert, over the mean; of the layer where that is largest |
+| `moe/load_imbalance_layer_N` | | the same of layer N, counted from 0 |
 | `engine` | | sharding engine and stage, for example `deepspeed-2` |
 | `eval_tokens`, `eval_seconds` | , seconds | eval only: valid tokens averaged over, and what it took |
 | `unigram_entropy` | nats a token | eval only: of the corpus, to compare the loss with; null if not known |
 | `event`, `message` | | event only: its name and a sentence |
 
 Rates and times are means over the steps since the previous record. What torchtitan, Megatron-LM and nanotron
-agree on is named as there (`loss`, `grad_norm`, `lr`, `tps`, `consumed_samples`, `skipped_steps`, `loss_scale`).
+agree on is named as there (`loss`, `grad_norm`, `lr`, `tps`, `consumed_samples`, `skipped_steps`, `loss_scale`;
+`moe/` and `_layer_N` are Megatron-LM's). Records of models with experts alone have `moe/`; tokens that count in no
+loss count in nothing there.
 
 JSON has no NaN: what is not finite is written as "NaN", "Infinity" or "-Infinity" and read back as a float.
 """
@@ -36,7 +43,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -88,12 +95,13 @@ class StepMetrics:
     loss_scale: float | None
     engine: str
     time: StepTime
+    moe: dict[str, float] = field(default_factory=dict)
 
     def record(self) -> Record:
         """The flat form."""
         flat = asdict(self)
-        times = flat.pop("time")
-        return {"kind": "train", **flat, **{f"time/{name}": value for name, value in times.items()}}
+        times, moe = flat.pop("time"), flat.pop("moe")
+        return {"kind": "train", **flat, **moe, **{f"time/{name}": value for name, value in times.items()}}
 
 
 @dataclass(frozen=True)

@@ -17,13 +17,15 @@ from hpctrain.errors import CheckpointError
 from hpctrain.launch.bootstrap import process_group
 from hpctrain.launch.identity import ALONE, detect
 from hpctrain.layout.layout import Layout, split
-from hpctrain.layout.parameters import parameter_specs
+from hpctrain.layout.parameters import saved_shapes
 from hpctrain.layout.placement import replica_groups
 from hpctrain.model.random import stream_key
+from hpctrain.model.router import give_biases
 from hpctrain.model.transformer import Transformer
 from hpctrain.parallel.comm import Axis, all_gather
 from hpctrain.parallel.mesh import Mesh, build_mesh
 from hpctrain.parallel.parallelize import Records, build_model
+from hpctrain.sharding.routers import load_biases
 from hpctrain.sharding.state import WEIGHT, StateReader, region
 from hpctrain.train.progress import check_model
 
@@ -66,11 +68,12 @@ def generate_main(settings: dict[str, Any], run: Path, prompt: str, sampling: Sa
         if found is None:
             raise CheckpointError(f"{run} holds no checkpoint: train first, or give another run folder.")
         check_model(config, found)
-        found.reader.expect({s.name: s.shape for s in parameter_specs(config.model)})
+        found.reader.expect(saved_shapes(config.model))
         corpus = found.extra["corpus"]
         tokenizer = tokenizer_of(corpus["tokenizer"], corpus["tokenizer_sha256"])
         model, records = build_model(config, mesh)
         load_weights(model, records, found.reader)
+        load_biases(give_biases(model, mesh.device), found.reader)
         ids = tokenizer.encode(prompt.encode(errors="surrogateescape")).tolist() or [tokenizer.end_of_document]
         text = tokenizer.decode(sample(model.eval(), mesh, ids, sampling, stop=tokenizer.end_of_document))
         return text, found.step

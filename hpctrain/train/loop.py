@@ -215,6 +215,7 @@ class _Lap:
             loss_scale=scale,
             engine=engine_name(session.config),
             time=times,
+            moe=session.engine.routers.report(),
         )
         self.restart()
         return metrics

@@ -11,12 +11,13 @@ from hpctrain.checkpoint.collective import Found, SaveReport, find, save
 from hpctrain.checkpoint.manifest import FOLDER
 from hpctrain.config.schema import RunConfig
 from hpctrain.errors import CheckpointError, ConfigError, DataError
-from hpctrain.layout.parameters import parameter_specs
+from hpctrain.layout.parameters import saved_shapes
 from hpctrain.parallel.agree import everywhere
 from hpctrain.parallel.comm import Axis, broadcast_object
 from hpctrain.train.session import Session
 
-MODEL_FREE = {"dropout", "init_std", "max_seq"}
+MOE_FREE = {"moe.capacity", "moe.overflow", "moe.aux_loss", "moe.z_loss", "moe.bias_rate"}
+MODEL_FREE = {"dropout", "init_std", "max_seq"} | MOE_FREE
 """Settings of a model that may change over trained weights; shapes are checked on their own."""
 
 
@@ -78,7 +79,7 @@ def resume(session: Session) -> tuple[Progress, Found | None]:
     if found is None:
         return Progress(), None
     check_model(session.config, found)
-    found.reader.expect({s.name: s.shape for s in parameter_specs(session.config.model)})
+    found.reader.expect(saved_shapes(session.config.model))
     _check_tokenizer(session, found)
     session.engine.load(found.reader)
     session.refused = found.refused
@@ -124,13 +125,19 @@ def check_model(config: RunConfig, found: Found) -> None:
     Raises:
         CheckpointError: names the first setting that differs.
     """
-    now = config.model.model_dump(mode="json")
-    for key, old in found.extra["config"]["model"].items():
+    now = _flat(config.model.model_dump(mode="json"))
+    for key, old in _flat(found.extra["config"]["model"]).items():
         if key not in MODEL_FREE and key in now and now[key] != old:
             raise CheckpointError(
                 f"{found.path} is of another model: model.{key} was {old!r} and is {now[key]!r}; set it back, or "
                 f"choose another name=..."
             )
+
+
+def _flat(model: dict[str, Any]) -> dict[str, Any]:
+    """Settings of a model with those of its experts beside them."""
+    moe = model.get("moe") or {}
+    return {**model, "moe": bool(moe), **{f"moe.{key}": value for key, value in moe.items()}}
 
 
 def differences(session: Session, found: Found) -> Iterator[str]:

@@ -11,6 +11,7 @@ from hpctrain.checkpoint.verify import Verdict
 from hpctrain.config.schema import RunConfig
 from hpctrain.data.batches import Batches
 from hpctrain.data.corpus import Corpus, Split
+from hpctrain.layout.context import spans
 from hpctrain.layout.layout import Layout
 from hpctrain.layout.memory import check_memory
 from hpctrain.layout.placement import replica_groups
@@ -36,7 +37,7 @@ class Session:
         mesh: this rank's view of all ranks.
         engine: model, optimizer and their state.
         pipeline: runs micro-batches through the engine's chunks.
-        training: this rank's samples, by global sample count.
+        training: this rank's samples, or its part of them, by global sample count.
         validation: the same of the part kept for it; None where there is none.
         corpus: what both read.
         throughput: turns step times into rates.
@@ -92,6 +93,7 @@ def open_session(
             rank=mesh.dp.index,
             size=mesh.dp.size,
             document_mask=config.data.document_mask,
+            spans=spans(config.parallel.cp_method, config.data.seq, mesh.cp.size, mesh.cp.index),
         )
 
     chunks, records = build_chunks(config, mesh, materialize=takes_values(config))

@@ -20,6 +20,7 @@ from hpctrain.layout.layout import Layout
 from hpctrain.layout.memory import check_memory
 from hpctrain.layout.placement import replica_groups
 from hpctrain.model.batch import Batch
+from hpctrain.parallel.context import own_part
 from hpctrain.parallel.mesh import build_mesh
 from hpctrain.parallel.parallelize import build_chunks
 from hpctrain.parallel.pipeline import Pipeline
@@ -72,7 +73,8 @@ def run(
     pipeline, share = Pipeline(engine, mesh, config), Share()
     for step in range(steps):
         mesh.meter.step = step + 1
-        batch = _part(global_batch(config, step), mesh.dp.index, mesh.dp.size).to(device)
+        samples = _samples(global_batch(config, step), mesh.dp.index, mesh.dp.size)
+        batch = own_part(samples, config, mesh).to(device)
         lr = learning_rate(config.optimizer, config.train, step)
         loss, result = train_step(config, pipeline, engine, batch, lr)
         share.losses.append(loss.mean)
@@ -127,7 +129,7 @@ def _read_share(path: Path, rank: int, deadline: float) -> Share:
             time.sleep(POLL_S)
 
 
-def _part(batch: Batch, index: int, size: int) -> Batch:
+def _samples(batch: Batch, index: int, size: int) -> Batch:
     """A data-parallel rank's samples of a global batch."""
     count = len(batch.samples) // size
     rows = slice(index * count, (index + 1) * count)

@@ -14,6 +14,7 @@ from hpctrain.layout.parameters import parameter_specs
 from hpctrain.layout.placement import Box
 from hpctrain.model.loss import CrossEntropy
 from hpctrain.model.random import initial_values
+from hpctrain.model.router import give_biases, routers_of
 from hpctrain.model.transformer import Transformer
 from hpctrain.telemetry.memory import available_memory
 from hpctrain.train.schedule import learning_rate
@@ -30,7 +31,7 @@ def reference(config: RunConfig, steps: int) -> Trace:
     check_memory(config, Layout(), available_memory(torch.device("cpu")).bytes)
     options = config.optimizer
     model = _model(config)
-    named = dict(model.named_parameters())
+    named, biases = dict(model.named_parameters()), give_biases(model, torch.device("cpu"))
     decays = {spec.name: spec.decay for spec in parameter_specs(config.model)}
     groups = [
         {"params": [p for n, p in named.items() if decays[n]], "weight_decay": options.weight_decay},
@@ -43,18 +44,19 @@ def reference(config: RunConfig, steps: int) -> Trace:
         optimizer.zero_grad()
         loss = 0.0
         for part in batch.split(config.train.micro_batch):
-            total = model(part) / max(batch.valid_tokens, 1)
-            total.backward()
-            loss += total.item()
+            total, routers = model(part)
+            (total if routers is None else total + routers).div(max(batch.valid_tokens, 1)).backward()
+            loss += total.item() / max(batch.valid_tokens, 1)
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), options.clip or float("inf"))
         if step == 0:
             trace.gradients = {n: _gradient(p) for n, p in named.items()}
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(options, config.train, step)
         optimizer.step()
+        _move_biases(model)
         trace.losses.append(loss)
         trace.norms.append(norm.item())
-    trace.weights = {n: p.detach().clone() for n, p in named.items()}
+    trace.weights = {n: p.detach().clone() for n, p in {**named, **biases}.items()}
     return trace
 
 
@@ -70,6 +72,16 @@ def _model(config: RunConfig) -> Transformer:
             whole = Box((0,) * parameter.ndim, (0,) * parameter.ndim, tuple(parameter.shape))
             parameter.copy_(initial_values(specs[name], config.train.seed, whole))
     return model.train()
+
+
+def _move_biases(model: Transformer) -> None:
+    """By `bias_rate` towards experts that had less than the mean of the step's tokens."""
+    for router in routers_of(model).values():
+        total = router.tally.total()
+        if router.bias is not None and total is not None:
+            counts = total[: router.moe.experts]
+            router.bias += (router.moe.bias_rate or 0.0) * (counts.mean() - counts).sign().float()
+        router.tally.clear()
 
 
 def _gradient(parameter: torch.nn.Parameter) -> torch.Tensor:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from hpctrain.config.schema import RunConfig
 from hpctrain.errors import TrainError
-from hpctrain.layout.parameters import parameter_specs
+from hpctrain.layout.parameters import parameter_specs, saved_shapes
 from hpctrain.layout.placement import Index
 
 Part = tuple[str, Index, Tensor]
@@ -26,7 +26,7 @@ class Trace:
         norms: of the gradient of each step, before clipping.
         gradients: of the first step, after clipping: AdamW's first moment after it, over 1 - beta1. Read from there
             they are the same thing under every engine.
-        weights: after the last step, in master precision.
+        weights: after the last step, in master precision; and the biases of routers.
         skipped: steps that were not taken because something was not finite, counted from 1.
         initial: weights before the first step; only of the reference.
     """
@@ -62,12 +62,12 @@ def assemble(config: RunConfig, shares: Sequence[Share]) -> Trace:
             raise TrainError(f"rank {rank} and rank 0 report different losses or norms.")
         if share.skipped != first.skipped:
             raise TrainError(f"rank {rank} skipped steps {share.skipped}, and rank 0 {first.skipped}.")
-    shapes = {spec.name: spec.shape for spec in parameter_specs(config.model)}
+    trained = {spec.name: spec.shape for spec in parameter_specs(config.model)}
     return Trace(
         first.losses,
         first.norms,
-        _whole("gradient", shapes, [part for share in shares for part in share.gradients]),
-        _whole("weight", shapes, [part for share in shares for part in share.weights]),
+        _whole("gradient", trained, [part for share in shares for part in share.gradients]),
+        _whole("weight", saved_shapes(config.model), [part for share in shares for part in share.weights]),
         first.skipped,
     )
 

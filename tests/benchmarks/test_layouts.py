@@ -15,7 +15,7 @@ from hpctrain.launch.zygote import Zygote
 TINY = ("model.hidden=16", "model.heads=4", "model.kv_heads=2", "model.ffn=24", "model.vocab=512",
         "model.max_seq=16", "data.seq=8", "train.global_batch=4", "train.micro_batch=2")  # fmt: skip
 
-LAYERS = {"tensor": 1, "pipeline": 4, "data": 1}
+LAYERS = {"tensor": 1, "pipeline": 4, "data": 1, "experts": 1}
 """Those that a family needs."""
 
 

@@ -8,8 +8,9 @@ from hpctrain.config.load import load
 from hpctrain.config.schema import RunConfig
 from hpctrain.config.validate import validate
 from hpctrain.errors import ConfigError
+from hpctrain.layout.activations import activation_bytes
 from hpctrain.layout.layout import Layout
-from hpctrain.layout.memory import GIB, Memory, activation_bytes, check_memory, estimate
+from hpctrain.layout.memory import GIB, Memory, check_memory, estimate
 from hpctrain.layout.parameters import parameter_specs
 
 # The 22B model of "Reducing Activation Recomputation in Large Transformer Models" (arXiv 2205.05198), tables 3 and 5.
@@ -22,6 +23,10 @@ GPT_22B = (
 def of(overrides: str, world: int, recipe: str = "gpt-tiny") -> tuple[RunConfig, Layout]:
     config = load(recipe, overrides.split())
     return config, Layout.of(config.parallel, world)
+
+
+def activations(config: RunConfig, tp: int) -> int:
+    return activation_bytes(config, Layout(tp=tp, sp=config.parallel.sp))
 
 
 def test_published_state_of_22b() -> None:
@@ -39,7 +44,7 @@ def test_published_activations_of_22b() -> None:
     """Equation 2, s b h (10 + 24/t) a layer, less dropout masks (2) and attention scores, which are not stored."""
     config, _ = of(GPT_22B, 8)
     short = config.model_copy(update={"model": config.model.model_copy(update={"layers": 47})})
-    assert activation_bytes(config, 8) - activation_bytes(short, 8) == 2048 * 4 * 6144 * (8 + 24 / 8)
+    assert activations(config, 8) - activations(short, 8) == 2048 * 4 * 6144 * (8 + 24 / 8)
 
 
 def test_published_activations_of_22b_with_sequence_parallelism() -> None:
@@ -52,7 +57,7 @@ def test_published_activations_of_22b_with_sequence_parallelism() -> None:
             "model": model.model_copy(update={"layers": layers}),
             "train": train.model_copy(update={"recompute": recompute}),
         }
-        return activation_bytes(config.model_copy(update=changed), 8)
+        return activations(config.model_copy(update=changed), 8)
 
     assert at(48, "none") - at(47, "none") == 2048 * 4 * 6144 * 32 / 8
     assert at(48, "full") - at(47, "full") == 2048 * 4 * 6144 * 2 / 8
@@ -64,7 +69,7 @@ def test_selective_recomputation_keeps_keys_and_values_once() -> None:
     less, none = (of(f"parallel.tp=1 train.precision=bf16 train.recompute={r}", 8, "llama-8b")[0] for r in
                   ("selective", "none"))  # fmt: skip
     tokens = none.train.micro_batch * none.data.seq
-    assert activation_bytes(none, 1) - activation_bytes(less, 1) == tokens * 31 * 2 * 24 * 128 * 2
+    assert activations(none, 1) - activations(less, 1) == tokens * 31 * 2 * 24 * 128 * 2
 
 
 def test_mends_keep_to_what_sequence_parallelism_allows() -> None:
@@ -77,7 +82,7 @@ def test_mends_keep_to_what_sequence_parallelism_allows() -> None:
 
 def test_llama_layer_by_hand() -> None:
     overrides = "data.document_mask=false train.micro_batch=1 data.seq=1"
-    two, one = (activation_bytes(load("llama-tiny", [*overrides.split(), f"model.layers={n}"]), 2) for n in (2, 1))
+    two, one = (activations(load("llama-tiny", [*overrides.split(), f"model.layers={n}"]), 2) for n in (2, 1))
     # float32, tp 2: four norms' ends of 128, q k v o of 2 heads x 32, four tensors of 344 / 2
     assert two - one == 4 * (4 * 128 + 4 * 64 + 4 * 172)
     # the rest: embedding and final norm, three float32 tensors of the larger part of 257 logits
@@ -85,9 +90,7 @@ def test_llama_layer_by_hand() -> None:
 
 
 def test_document_mask_is_a_byte_for_every_pair() -> None:
-    with_mask, without = (
-        activation_bytes(load("llama-tiny", [f"data.document_mask={b}"]), 2) for b in ("true", "false")
-    )
+    with_mask, without = (activations(load("llama-tiny", [f"data.document_mask={b}"]), 2) for b in ("true", "false"))
     assert with_mask - without == 16 * 256 * 256
 
 
@@ -111,6 +114,35 @@ def test_a_trillion_parameters_over_64_stages() -> None:
     config, layout = of("train.recompute=full", 3072, "gpt-1t")
     kept = 64 * 3 * 2048 * 25600 * 2 // 8
     assert kept < estimate(config, layout).activations < 2 * kept
+
+
+@pytest.mark.parametrize(
+    ("method", "kept", "spared"),
+    [
+        ("ring", (4 + 2 * 2 + 4) * 32 + 4, 4),  # queries, keys and values, output; a sum of each query
+        ("ulysses", 5 * 4 * 32, (5 - 3) * 4 * 32),  # keys and values of all heads; the output twice
+    ],
+)
+@pytest.mark.parametrize("cp", [2, 4])
+def test_context_parallelism_keeps_a_part(cp: int, method: str, kept: int, spared: int) -> None:
+    """float32, 4 heads of 32 over 2 of keys and values, one document."""
+    base = f"parallel.tp=1 parallel.cp={cp} parallel.cp_method={method} data.document_mask=false model.layers="
+    two, one, less = (
+        activation_bytes(*of(base + rest, 4, "llama-tiny")) for rest in ("2", "1", "2 train.recompute=selective")
+    )
+    tokens = 16 * 256 // cp
+    assert two - one == tokens * 4 * (4 * 128 + kept + 4 * 344)
+    assert two - less == tokens * 4 * spared
+
+
+def test_context_parallelism_shards_state_over_all_its_ranks() -> None:
+    whole, parts = (estimate(*of(f"parallel.tp=1 sharding.stage=3 parallel.cp={cp}", 4)) for cp in (1, 4))
+    assert (whole.weights, whole.gradients, whole.optimizer) == (parts.weights, parts.gradients, parts.optimizer)
+
+
+def test_a_sequence_that_is_too_long_is_to_be_split() -> None:
+    assert "parallel.cp=8" in mends("parallel.tp=1 data.seq=65536 model.max_seq=65536 train.micro_batch=1 "
+                                    "sharding.stage=3 train.recompute=full parallel.cp=2", 8, 0.5)  # fmt: skip
 
 
 P = 859_008
@@ -162,7 +194,13 @@ def mends(overrides: str, world: int, share: float, recipe: str = "llama-8b") ->
 
 def test_what_fits_is_named_and_fits() -> None:
     eight = "parallel.tp=1 sharding.stage=1 train.micro_batch=4 data.seq=4096"
-    assert mends(eight, 8, 0.9) == ["train.micro_batch=2", "train.recompute=full", "sharding.stage=2", "parallel.tp=2"]
+    assert mends(eight, 8, 0.9) == [
+        "train.micro_batch=2",
+        "train.recompute=full",
+        "sharding.stage=2",
+        "parallel.cp=2",
+        "parallel.tp=2",
+    ]
 
 
 def test_two_changes_where_one_does_not_do() -> None:
@@ -211,3 +249,35 @@ def test_building_is_named_where_it_is_more() -> None:
 
 def test_description() -> None:
     assert Memory(GIB, GIB // 2, 2 * GIB, 0).describe() == "weights 1, gradients 0.5, optimizer 2, activations 0 GiB"
+
+
+MOE = "model.moe.experts=8 model.moe.ffn=64 model.bias=false parallel.tp=1"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "split", "dense_ranks", "edp"),
+    [
+        ("", 1, 4, 4),
+        ("parallel.ep=2", 2, 4, 2),
+        ("parallel.ep=4", 4, 4, 1),
+        ("parallel.tp=2", 1, 2, 4),
+        ("parallel.tp=2 parallel.ep=4", 4, 2, 1),
+        ("parallel.tp=2 parallel.ep=2 parallel.etp=2", 4, 2, 1),
+    ],
+)
+def test_state_of_experts(overrides: str, split: int, dense_ranks: int, edp: int) -> None:
+    """4 ranks under ZeRO 2: dense parameters are sharded over dp, experts over edp."""
+    config, layout = of(f"{MOE} sharding.stage=2 {overrides}", 4)
+    experts = sum(s.numel for s in parameter_specs(config.model) if "experts" in s.cuts) // split
+    memory = estimate(config, layout)
+    dense = memory.weights // 4 - experts
+    shard = -(-dense // dense_ranks) - (-experts // edp)
+    assert (memory.gradients, memory.optimizer) == (4 * shard, 12 * shard)
+    whole = sum(s.numel for s in parameter_specs(config.model) if "experts" not in s.cuts)
+    assert dense == whole if layout.tp == 1 else dense < whole
+
+
+def test_mends_of_a_model_with_experts_run() -> None:
+    state = "parallel.tp=2 parallel.ep=2 parallel.etp=2 train.micro_batch=1 train.recompute=full"
+    assert mends(f"{MOE} {state} sharding.engine=none", 8, 0.9, "gpt-tiny") == ["parallel.tp=4 parallel.etp=4"]
+    assert not any("stage=3" in proposal for proposal in mends(f"{MOE} {state}", 8, 0.5, "gpt-tiny"))

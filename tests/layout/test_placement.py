@@ -9,16 +9,58 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpctrain.config.schema import ModelConfig
-from hpctrain.layout.layout import Layout
+from hpctrain.config.schema import ModelConfig, MoeConfig
+from hpctrain.layout.layout import EXPERT_AXES, Layout
 from hpctrain.layout.parameters import parameter_specs
-from hpctrain.layout.placement import flat_boxes, placements, replica_groups
+from hpctrain.layout.placement import DENSE, EXPERT, flat_boxes, placements, replica_groups
 
 MODELS = {
     "gqa": ModelConfig(layers=1, hidden=24, heads=4, kv_heads=2, head_dim=6, ffn=40, vocab=53, bias=True),
     "mqa": ModelConfig(layers=1, hidden=24, heads=4, kv_heads=1, head_dim=6, ffn=40, vocab=54),
     "gpt": ModelConfig(layers=1, hidden=24, heads=4, vocab=51, position="learned", norm="layernorm", tied=True),
 }
+
+
+MOE = ModelConfig(layers=2, hidden=24, heads=4, moe=MoeConfig(experts=8, top_k=2, ffn=12, shared_ffn=8, dense_layers=1))
+STAGES = [
+    Layout(),
+    Layout(dp=8, ep=4),
+    Layout(dp=2, tp=2, ep=4),
+    Layout(dp=4, tp=2),
+    Layout(dp=4, tp=2, ep=2, etp=2),
+    Layout(dp=2, tp=4, ep=2, sp=True),
+    Layout(pp=2, dp=2, tp=2, ep=2, etp=2),
+]
+
+
+@pytest.mark.parametrize("layout", STAGES, ids=Layout.describe)
+def test_every_expert_is_held_once_for_each_index_of_edp(layout):
+    records = {rank: placements(MOE, layout, rank) for rank in range(layout.world)}
+    specs = [spec for spec in parameter_specs(MOE) if "experts" in spec.cuts]
+    assert len(specs) == 3
+    for spec in specs:
+        held = np.zeros((layout.edp, *spec.shape), int)
+        for rank, mine in records.items():
+            if spec.name not in mine:
+                continue
+            record, at = mine[spec.name], layout.coordinates(rank, EXPERT_AXES)
+            (box,) = record.boxes
+            assert record.reduced_over == EXPERT and record.partial_over == () and record.replicas == (rank,)
+            assert box.shape[0] == 8 // layout.ep and box.numel == spec.numel // (layout.ep * layout.etp)
+            assert box.start[0] == at["ep"] * box.shape[0], "consecutive experts"
+            same = [r for r, other in records.items() if spec.name in other and other[spec.name].boxes == record.boxes]
+            assert tuple(same) == layout.group_of(rank, "edp"), "its gradient is summed over those that hold the same"
+            held[at["edp"]][tuple(slice(a, a + n) for a, n in zip(box.start, box.shape))] += 1
+        assert (held == 1).all(), spec.name
+
+
+def test_routers_are_whole_everywhere_and_see_parts_under_sp():
+    for layout in STAGES:
+        for rank in range(layout.world):
+            record = placements(MOE, layout, rank).get("layers.1.moe.router.weight")
+            if record is not None:
+                assert record.local_shape == (8, 24) and record.reduced_over == DENSE
+                assert record.partial_over == (("tp",) if layout.sp else ())
 
 
 @pytest.mark.parametrize("model", MODELS.values(), ids=MODELS)

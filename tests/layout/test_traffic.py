@@ -8,7 +8,7 @@ import pytest
 
 from hpctrain.config.load import load
 from hpctrain.layout.layout import Layout
-from hpctrain.layout.traffic import Payload, data_bytes, tensor_traffic, wire
+from hpctrain.layout.traffic import Payload, context_traffic, data_bytes, tensor_traffic, wire
 from tests.training import make_config, make_mesh, train_step
 
 CASES: list[dict[str, Any]] = [
@@ -21,7 +21,7 @@ CASES: list[dict[str, Any]] = [
 ]
 
 
-def counted(config: Any, world: int, axis: str = "tp") -> Any:
+def counted(config: Any, world: int, over: tuple[str, ...] = ("tp",)) -> Any:
     from hpctrain.parallel.parallelize import build_chunks
     from hpctrain.parallel.pipeline import Pipeline
     from hpctrain.sharding.build import build_engine
@@ -33,7 +33,7 @@ def counted(config: Any, world: int, axis: str = "tp") -> Any:
     for step in range(2):
         mesh.meter.reset()
         train_step(engine, mesh, config, step, pipeline)
-        steps.append({op: Payload(t.calls, t.bytes) for (op, a), t in mesh.meter.traffic.items() if a == axis})
+        steps.append({op: Payload(t.calls, t.bytes) for (op, axis), t in mesh.meter.traffic.items() if axis in over})
     return steps
 
 
@@ -70,14 +70,35 @@ def test_gradients_are_summed_once_a_step(ranks: Any, parallel: dict[str, Any]) 
     """Whatever else is sent over dp is objects, which are not counted, and the loss, over pp too."""
     config = make_config(model=dict(tied=True), parallel=parallel, train=dict(precision="bf16", micro_batch=1))
     layout = Layout.of(config.parallel, 4)
-    for rank, steps in enumerate(ranks(4, counted, config, 4, "dp+cp")):
+    for rank, steps in enumerate(ranks(4, counted, config, 4, ("dp+cp",))):
         assert [{op: payload.bytes for op, payload in step.items()} for step in steps] == [
             data_bytes(config, layout, rank)
         ] * 2
 
 
+RINGS: list[dict[str, Any]] = [
+    dict(parallel=dict(cp=2), world=2),
+    dict(parallel=dict(cp=4), world=4, train=dict(precision="bf16", recompute="selective", micro_batch=2)),
+    dict(parallel=dict(cp=2, tp=2, sp=True), world=4, train=dict(recompute="full")),
+    dict(parallel=dict(cp=2, tp=2, sp=True), world=4, model=dict(position="learned", kv_heads=1)),
+    dict(parallel=dict(cp=4, cp_method="ulysses"), world=4, train=dict(precision="bf16")),
+    dict(parallel=dict(cp=2, tp=2, cp_method="ulysses"), world=4, train=dict(recompute="full", micro_batch=2)),
+]
+
+
+@pytest.mark.parametrize("case", RINGS, ids=str)
+def test_formula_over_cp_is_what_is_counted(ranks: Any, case: dict[str, Any]) -> None:
+    config = make_config(**{k: v for k, v in case.items() if k != "world"}, data=dict(seq=16))
+    layout, world = Layout.of(config.parallel, case["world"]), case["world"]
+    over_tp, over_cp = tensor_traffic(config, layout), context_traffic(config, layout)
+    assert not over_tp.keys() & over_cp.keys() and over_cp
+    for steps in ranks(world, counted, config, world, ("tp", "cp")):
+        assert steps == [over_tp | over_cp] * 2
+
+
 def test_one_rank_sends_nothing() -> None:
-    assert tensor_traffic(make_config(), Layout()) == {} == data_bytes(make_config(), Layout())
+    config, one = make_config(), Layout()
+    assert tensor_traffic(config, one) == context_traffic(config, one) == data_bytes(config, one) == {}
 
 
 @pytest.mark.parametrize("tp", [2, 4, 8])

@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from hpctrain.parallel import comm
-from hpctrain.parallel.autograd import own_part, reduce_from, reduce_scatter_from, shared
+from hpctrain.parallel.autograd import own_part, reduce_from, reduce_scatter_from, reshard, shared
 from hpctrain.parallel.comm import Axis
 from hpctrain.parallel.tensor import Region, column_linear, row_linear
 from hpctrain.telemetry.meter import Meter
@@ -34,6 +34,7 @@ def pairs(axis, shape, dim):
         "reduce_from": (lambda x: reduce_from(x, axis), "part", shape, "once"),
         "reduce_scatter_from": (lambda x: reduce_scatter_from(x, axis, dim), "part", whole, "part"),
         "own_part": (lambda x: own_part(x, axis, dim), "once", whole, "part"),
+        "reshard": (lambda x: reshard(x, axis, dim, (dim + 1) % 3), "part", whole, "part"),
         "shared": (lambda x: shared(axis, x, x.new_zeros(2))[0], "once", shape, "part"),
     }
     for region in (Region(axis, sequence, overlap) for sequence in (False, True) for overlap in (False, True)):
@@ -95,7 +96,7 @@ def _product(a, b, kind, axis):
 )
 def test_backward_is_the_adjoint_of_forward(ranks, size, shape, dim, seed, direct):
     for outcome in ranks(size + 1, products, size, shape, dim, seed, direct)[1:]:
-        assert len(outcome) == 12
+        assert len(outcome) == 13
         for name, (left, right) in outcome.items():
             assert left == pytest.approx(right, rel=1e-10, abs=1e-10), name
 
@@ -121,3 +122,25 @@ def test_gathers_and_scatters_along_every_dim(ranks, direct):
     for found, counted in ranks(3, joined, direct):
         assert found == [True] * 6
         assert counted == {("all_gather", "tp"): (3, 3 * 8 * 54), ("reduce_scatter", "tp"): (3, 3 * 8 * 162)}
+
+
+def traded(direct):
+    """What an all-to-all gives, whether resharding and back is the identity, and what is counted."""
+    size, rank = dist.get_world_size(), dist.get_rank()
+    axis = Axis("cp", tuple(range(size)), rank, dist.new_group(list(range(size))), Meter())
+    if not direct:
+        comm.Axis.direct = property(lambda self: False)
+    found = comm.start_all_to_all(torch.tensor([[10.0 * rank + i, -i] for i in range(size)]), axis).wait()
+    counted = {key: (t.calls, t.bytes) for key, t in axis.meter.traffic.items()}
+    whole = draw(1, 2, 6, 9)
+    rows = reshard(whole.chunk(size, 2)[rank], axis, split=1, join=2)
+    assert torch.equal(rows, whole.chunk(size, 1)[rank])
+    assert torch.equal(reshard(rows, axis, split=2, join=1), whole.chunk(size, 2)[rank])
+    return found.tolist(), counted
+
+
+@pytest.mark.parametrize("direct", [True, False])
+def test_all_to_all(ranks, direct):
+    for rank, (found, counted) in enumerate(ranks(3, traded, direct)):
+        assert found == [[10.0 * i + rank, -rank] for i in range(3)]
+        assert counted == {("all_to_all", "cp"): (1, 3 * 2 * 4)}

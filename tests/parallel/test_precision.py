@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from hpctrain.layout.memory import COMPUTE_BYTES
+from hpctrain.layout.activations import COMPUTE_BYTES
+
 from hpctrain.parallel.precision import COMPUTE
 
 

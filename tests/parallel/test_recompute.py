@@ -57,7 +57,7 @@ def entered(what):
     for name, module in model.named_modules():
         module.register_forward_pre_hook(lambda *_, n=name: begun.update({n: begun.get(n, 0) + 1}))
         module.register_forward_hook(lambda *_, n=name: left.update({n: left.get(n, 0) + 1}))
-    model.train()(global_batch(config, 0).split(2)[0]).backward()
+    model.train()(global_batch(config, 0).split(2)[0])[0].backward()
     return begun, left
 
 
@@ -83,7 +83,7 @@ def kept(recompute):
         return t
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
-        total = model.train()(batch)
+        total, _ = model.train()(batch)
     return sum(s.nbytes() for s in storages.values()), total.item()
 
 

@@ -20,7 +20,7 @@ from tests.training import assemble, compare, global_batch, make_config, make_me
 GPT = dict(kv_heads=4, norm="layernorm", position="learned", activation="gelu", bias=True, dropout=0.2)
 MODELS = {
     "gqa": {},
-    "mqa": dict(model=dict(kv_heads=1, dropout=0.1)),
+    "mqa": dict(model=dict(kv_heads=1, qk_norm=True, dropout=0.1)),
     "tied": dict(model=dict(tied=True, bias=True), train=dict(micro_batch=1)),
     "gpt": dict(model=GPT, train=dict(label_smoothing=0.1, z_loss=1e-3)),
     "no-overlap": dict(model=dict(vocab=51, norm="layernorm"), train=dict(micro_batch=2, overlap=False)),

@@ -92,7 +92,7 @@ class Stage(nn.Module):
         else:
             self.norm, self.head, self.loss = model.norm, model.head, model.loss
 
-    def forward(self, batch: Batch, hidden: Tensor | None = None, tied: Tensor | None = None) -> Tensor:
+    def forward(self, batch: Batch, hidden: Tensor | None = None, tied: Tensor | None = None) -> Any:
         from hpctrain.model.rope import rotation
         from hpctrain.model.transformer import document_mask
 
@@ -100,8 +100,8 @@ class Stage(nn.Module):
         rope = rotation(self.rope, torch.arange(x.shape[1]), x.dtype)
         mask = None if batch.documents is None else document_mask(batch.documents)
         for layer in self.layers.values():
-            x = layer(x, rope, mask, batch.samples)
-        return x if self.first else self.loss(self.head(self.norm(x), None), batch.labels)
+            x, _ = layer(x, rope, mask, batch.samples, None)
+        return (x if self.first else self.loss(self.head(self.norm(x), None), batch.labels)), None
 
 
 def _gpipe(stage: int, backward_first: str, precision: str) -> Any:

@@ -26,11 +26,15 @@ def start(config, world):
 
 def norm_of_ones(config, world):
     """The norm when every element of every gradient is 1, and what a rank counts."""
-    mesh, _, engine = start(config, world)
+    _, _, engine = start(config, world)
     engine.begin_step(1, 1)
     for gradient in engine.gradients.values():
-        gradient.fill_(1.0 / mesh.loss.size)
+        gradient.fill_(1.0 / next(b.axis.size for b in engine.buckets.buckets if _holds(b, gradient)))
     return engine.step(0.0).grad_norm
+
+
+def _holds(bucket, gradient):
+    return bucket.flat.untyped_storage().data_ptr() == gradient.untyped_storage().data_ptr()
 
 
 @pytest.mark.parametrize("model", [{}, {"kv_heads": 1}, {"tied": True, "bias": True}])
@@ -40,6 +44,18 @@ def test_norm_counts_every_parameter_once(ranks, model):
         config = make_config(model=model, parallel=dict(tp=tp))
         want = math.sqrt(sum(s.numel for s in parameter_specs(config.model)))
         assert ranks(tp * dp, norm_of_ones, config, tp * dp) == [pytest.approx(want, rel=1e-12)] * (tp * dp)
+
+
+MOE = dict(experts=4, top_k=2, ffn=8, shared_ffn=12)
+
+
+@pytest.mark.parametrize(
+    "world,parallel", [(2, dict(ep=2)), (4, dict(ep=2)), (4, dict(tp=2, ep=4)), (4, dict(tp=2, ep=2, etp=2))], ids=str
+)
+def test_norm_counts_every_expert_once(ranks, world, parallel):
+    config = make_config(model=dict(moe=MOE), parallel=parallel)
+    want = math.sqrt(sum(s.numel for s in parameter_specs(config.model)))
+    assert ranks(world, norm_of_ones, config, world) == [pytest.approx(want, rel=1e-12)] * world
 
 
 def initial_weights(config, world):
@@ -213,7 +229,7 @@ def test_many_small_low_precision_gradients_are_not_lost(ranks):
 def accumulate_in_bf16():
     mesh = make_mesh(make_config(), 1)
     p = torch.nn.Parameter(torch.zeros(4, dtype=torch.bfloat16))
-    buckets = GradientBuckets([p], torch.float32, mesh.loss, 1 << 20, overlap=True)
+    buckets = GradientBuckets({p: mesh.loss}, torch.float32, 1 << 20, overlap=True)
     buckets.begin(1024)
     naive = torch.zeros(4, dtype=torch.bfloat16)
     for _ in range(1024):

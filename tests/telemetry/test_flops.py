@@ -7,7 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hpctrain.config.schema import ModelConfig
-from hpctrain.telemetry.flops import Throughput, flops_per_token, matmul_weights, peak_flops
+from hpctrain.layout.parameters import matmul_weights
+from hpctrain.telemetry.flops import Throughput, flops_per_token, peak_flops
 
 LLAMA_8B = ModelConfig(layers=32, hidden=4096, heads=32, kv_heads=8, ffn=14336, vocab=128256)
 LLAMA_70B = ModelConfig(layers=80, hidden=8192, heads=64, kv_heads=8, ffn=28672, vocab=128256)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import logging
 import math
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from contextlib import ExitStack
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -22,11 +22,13 @@ from hpctrain.parallel.precision import COMPUTE
 from hpctrain.parallel.ticket import Ticket
 from hpctrain.sharding.deepspeed import ops, patches, state
 from hpctrain.sharding.deepspeed.config import deepspeed_config
+from hpctrain.sharding.deepspeed.experts import GROUP, forget_experts, shard_experts
 from hpctrain.sharding.deepspeed.gather import make_fetchable
 from hpctrain.sharding.deepspeed.groups import MeshUnit
 from hpctrain.sharding.deepspeed.initial import InitialValues, make_hollow
 from hpctrain.sharding.deepspeed.traffic import CountedBackend
 from hpctrain.sharding.engine import Engine, StepResult
+from hpctrain.sharding.routers import Routers
 from hpctrain.sharding.scaler import LossScale
 from hpctrain.sharding.state import WEIGHT, Piece, StateReader
 
@@ -93,6 +95,11 @@ class DeepSpeedEngine(Engine):
             # DeepSpeed counts a parameter in the norm if it carries this flag or the rank is the first of tp,
             # who owns whatever it holds.
             parameter.tensor_model_parallel = records[name].owner == mesh.rank  # type: ignore[attr-defined]
+        # Where edp is dp x cp experts are parameters as others are.
+        apart = {n for n in self._named if mesh.reduction(records[n]).ranks != mesh.loss.ranks}
+        if apart:
+            assert config.model.moe is not None
+            shard_experts(root, [self._named[n] for n in apart], config.model.moe.experts, mesh)
         self._unit = MeshUnit(mesh)
         with ExitStack() as stack:
             stack.enter_context(warnings.catch_warnings())
@@ -104,7 +111,7 @@ class DeepSpeedEngine(Engine):
                 model=root,
                 config=settings,
                 mpu=self._unit,
-                model_parameters=_groups(self._named, config),
+                model_parameters=_groups(self._named, config, apart),
                 dist_init_required=False,
             )
         patches.skip_all_non_finite(self._zero, self._stage)
@@ -113,26 +120,28 @@ class DeepSpeedEngine(Engine):
         store = state.ShardedParameters if self._stage == 3 else state.ShardedStates
         self._store: state.Store = store(self._zero, self._named)
         state.load(self._store, records, InitialValues(config), step=0, kinds=(WEIGHT,))
+        self.routers = Routers(chunks, mesh, config)
         self._valid_tokens = 1
         self._counted = CountedBackend(mesh)
 
     def begin_step(self, valid_tokens: int, micro_batches: int) -> None:
         self._valid_tokens = max(valid_tokens, 1)
         patches.fresh_gradients(self._zero, self._stage)
+        self.routers.begin_step()
 
     def forward(self, chunk: int, batch: Batch, hidden: Tensor | None = None, tied: Tensor | None = None) -> Ticket:
         self._engine.module.train()
-        output = self._engine(chunk, batch, hidden, tied)
-        return Ticket(chunk, output, hidden, patches.remaining_inputs(self._engine.module))
+        output, routers = self._engine(chunk, batch, hidden, tied)
+        return Ticket(chunk, output, routers, hidden, patches.remaining_inputs(self._engine.module))
 
     def backward(self, ticket: Ticket, grad: Tensor | None = None) -> None:
         patches.expect_backward(self._zero)
         patches.restore_remaining(ticket.extra)
-        if grad is None:
-            # DeepSpeed averages over the data-parallel ranks; the sum is meant.
-            scalar = ticket.output * (self._mesh.loss.size / self._valid_tokens)
-        else:
-            scalar = _Receive.apply(ticket.output, grad)  # type: ignore[no-untyped-call]
+        factor = self._mesh.loss.size / self._valid_tokens  # DeepSpeed averages over the data-parallel ranks
+        received = None if grad is None else _Receive.apply(ticket.output, grad)  # type: ignore[no-untyped-call]
+        scalar = ticket.output * factor if received is None else received
+        if ticket.routers is not None:
+            scalar = scalar + ticket.routers * factor
         self._engine.backward(scalar, scale_wrt_gas=False)
 
     def step(self, lr: float, loss_finite: bool = True) -> StepResult:
@@ -141,14 +150,16 @@ class DeepSpeedEngine(Engine):
             group["lr"] = lr
         self._engine.step()
         skipped = bool(self._zero.overflow)
+        if not skipped:
+            self.routers.step()
         backed_off = loss_finite and self._scale.update(overflowed=skipped)
         return StepResult(math.nan if skipped else float(self._zero._global_grad_norm), skipped, backed_off)
 
     def evaluate(self, chunk: int, batch: Batch, hidden: Tensor | None = None, tied: Tensor | None = None) -> Tensor:
         self._engine.module.eval()
         with torch.no_grad():
-            output: Tensor = self._engine(chunk, batch, hidden, tied)
-        return output
+            output, _ = self._engine(chunk, batch, hidden, tied)
+        return cast(Tensor, output)
 
     def parameter(self, name: str) -> nn.Parameter:
         return self._named[name]
@@ -157,7 +168,7 @@ class DeepSpeedEngine(Engine):
         return self._store.compute(self._named[name])
 
     def pieces(self) -> list[Piece]:
-        return list(state.pieces(self._store, self._records, self._mesh.rank))
+        return [*state.pieces(self._store, self._records, self._mesh.rank), *self.routers.pieces()]
 
     def scalars(self) -> dict[str, float]:
         return {"step": float(self._store.step()), **self._scale.scalars()}
@@ -166,11 +177,13 @@ class DeepSpeedEngine(Engine):
         scalars = reader.scalars()
         state.load(self._store, self._records, reader, int(scalars["step"]))
         self._scale.load(scalars)
+        self.routers.load(reader)
 
     def close(self) -> None:
         self._counted.close()
         self._engine.destroy()
         patches.forget(self._unit, self._engine.module)
+        forget_experts()
 
 
 def load_deepspeed(device: torch.device) -> Any:
@@ -198,11 +211,12 @@ def load_deepspeed(device: torch.device) -> Any:
     return deepspeed
 
 
-def _groups(named: Mapping[str, nn.Parameter], config: RunConfig) -> list[dict[str, Any]]:
-    """The parameters with and without weight decay."""
+def _groups(named: Mapping[str, nn.Parameter], config: RunConfig, apart: Set[str]) -> list[dict[str, Any]]:
+    """The parameters with and without weight decay, and experts whose state is sharded over other ranks."""
     decays = {spec.name for spec in parameter_specs(config.model) if spec.decay}
-    groups = [
-        {"params": [p for n, p in named.items() if n in decays], "weight_decay": config.optimizer.weight_decay},
-        {"params": [p for n, p in named.items() if n not in decays], "weight_decay": 0.0},
-    ]
+    groups: list[dict[str, Any]] = []
+    for decay, of_expert in ((True, False), (False, False), (True, True)):
+        chosen = [p for n, p in named.items() if (n in decays) == decay and (n in apart) == of_expert]
+        group = {"params": chosen, "weight_decay": config.optimizer.weight_decay if decay else 0.0}
+        groups.append(group | {"moe": True, "name": GROUP} if of_expert else group)
     return [group for group in groups if group["params"]]

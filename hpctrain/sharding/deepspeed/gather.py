@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from hpctrain.model.transformer import FanOut
+from hpctrain.model.mlp import FanOut
 from hpctrain.parallel.comm import Axis
 from hpctrain.parallel.linears import use_own_linears
 

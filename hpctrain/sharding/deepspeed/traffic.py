@@ -110,7 +110,7 @@ class CountedBackend:
         """The axis that a group's ranks are; one made up where they are none of the mesh's. None is the world."""
         if group not in self._axes:
             mesh, ranks = self._mesh, tuple(dist.get_process_group_ranks(group))
-            views = (mesh.alone, mesh.world, mesh.cp, mesh.dp, mesh.pp, mesh.tp, mesh.model, mesh.loss)
+            views = (mesh.alone, mesh.world, mesh.cp, mesh.edp, mesh.dp, mesh.pp, mesh.tp, mesh.model, mesh.loss)
             known = {view.ranks: view for view in views}  # of the same ranks the last
             made_up = Axis(f"{len(ranks)} ranks", ranks, dist.get_rank(group), group, mesh.meter)
             self._axes[group] = known.get(ranks, made_up)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+
 import torch
 from torch import Tensor, nn
 
@@ -9,10 +11,10 @@ from hpctrain.parallel.comm import Axis, Pending, all_reduce_, start_all_reduce_
 
 
 class Bucket:
-    """One flat gradient buffer and the parameters whose gradients are views of it."""
+    """One flat gradient buffer, the parameters whose gradients are views of it, and the ranks it is summed over."""
 
-    def __init__(self, parameters: list[nn.Parameter], dtype: torch.dtype) -> None:
-        self.parameters = parameters
+    def __init__(self, parameters: list[nn.Parameter], dtype: torch.dtype, axis: Axis) -> None:
+        self.parameters, self.axis = parameters, axis
         self.flat = torch.zeros(sum(p.numel() for p in parameters), dtype=dtype, device=parameters[0].device)
         sizes = [p.numel() for p in parameters]
         self.views = [part.view(p.shape) for part, p in zip(torch.split(self.flat, sizes), parameters)]
@@ -28,18 +30,26 @@ class GradientBuckets:
     the bucket ahead of it, so that all ranks reduce in the same order whatever their backward did.
 
     Args:
-        parameters: all that are trained.
+        parameters: all that are trained, and the ranks over which the gradient of each is summed.
         dtype: of the buffers: float32, or float64.
-        axis: the ranks to sum over.
         limit: size of a bucket, bytes.
         overlap: start early; otherwise everything is reduced in `finish`.
+        apart: parameters with a bucket of their own: those of which tensor-parallel ranks hold unequal parts. In which
+            order an all-reduce adds may depend on where an element lies in its buffer, and gradients of what those
+            ranks hold alike are to stay equal bit for bit.
     """
 
     def __init__(
-        self, parameters: list[nn.Parameter], dtype: torch.dtype, axis: Axis, limit: int, overlap: bool
+        self,
+        parameters: Mapping[nn.Parameter, Axis],
+        dtype: torch.dtype,
+        limit: int,
+        overlap: bool,
+        apart: Sequence[nn.Parameter] = (),
     ) -> None:
-        self.axis, self.overlap = axis, overlap
-        self.buckets = [Bucket(group, dtype) for group in _groups(parameters[::-1], dtype, limit)]
+        self.overlap = overlap
+        groups = _groups(list(parameters.items())[::-1], dtype, limit, set(apart))
+        self.buckets = [Bucket(group, dtype, parameters[group[0]]) for group in groups]
         self._expected = 0
         self._seen: dict[nn.Parameter, int] = {}
         self._next = 0
@@ -63,9 +73,9 @@ class GradientBuckets:
         """Reduce what has not been started, and wait for all."""
         for bucket in self.buckets[self._next :]:
             if self.overlap:
-                bucket.pending = start_all_reduce_(bucket.flat, self.axis)
+                bucket.pending = start_all_reduce_(bucket.flat, bucket.axis)
             else:
-                all_reduce_(bucket.flat, self.axis)
+                all_reduce_(bucket.flat, bucket.axis)
         for bucket in self.buckets:
             if bucket.pending is not None:
                 bucket.pending.wait()
@@ -103,18 +113,27 @@ class GradientBuckets:
             return
         while self._next < len(self.buckets) and self.buckets[self._next].missing == 0:
             bucket = self.buckets[self._next]
-            bucket.pending = start_all_reduce_(bucket.flat, self.axis)
+            bucket.pending = start_all_reduce_(bucket.flat, bucket.axis)
             self._next += 1
 
 
-def _groups(parameters: list[nn.Parameter], dtype: torch.dtype, limit: int) -> list[list[nn.Parameter]]:
+def _groups(
+    parameters: list[tuple[nn.Parameter, Axis]], dtype: torch.dtype, limit: int, apart: set[nn.Parameter]
+) -> list[list[nn.Parameter]]:
+    """What goes into each bucket: parameters of one axis, in order; the bucket that is complete first comes first."""
     groups: list[list[nn.Parameter]] = []
-    room = 0
-    for p in parameters:
+    room: list[int] = []
+    ends: list[int] = []
+    filling: dict[str, int] = {}
+    for index, (p, axis) in enumerate(parameters):
         size = p.numel() * dtype.itemsize
-        if not groups or size > room:
+        if axis.name not in filling or size > room[filling[axis.name]] or p in apart:
+            filling[axis.name] = len(groups)
             groups.append([])
-            room = limit
-        groups[-1].append(p)
-        room -= size
-    return groups
+            room.append(limit)
+            ends.append(index)
+        at = filling[axis.name]
+        groups[at].append(p)
+        room[at] = 0 if p in apart else room[at] - size
+        ends[at] = index
+    return [groups[i] for i in sorted(range(len(groups)), key=ends.__getitem__)]

@@ -6,8 +6,10 @@ accumulate and reduce gradients in float32; fp16 scales the loss.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +26,8 @@ from hpctrain.parallel.precision import COMPUTE, master
 from hpctrain.parallel.ticket import Ticket
 from hpctrain.sharding.engine import Engine, StepResult
 from hpctrain.sharding.none.buckets import GradientBuckets
-from hpctrain.sharding.norm import clip_factor, global_norm, sum_of_squares
+from hpctrain.sharding.norm import GradientNorm, clip_factor
+from hpctrain.sharding.routers import Routers
 from hpctrain.sharding.scaler import LossScale
 from hpctrain.sharding.state import KINDS, MOMENTS, WEIGHT, Piece, StateReader, balance, region
 
@@ -47,29 +50,33 @@ class PlainEngine(Engine):
         if COMPUTE[precision] == master(precision):
             self.masters = {name: p.detach() for name, p in self.working.items()}
         self.scale = LossScale(config.train.loss_scale, dynamic=precision == "fp16")
+        uneven = config.model.vocab % mesh.tp.size > 0
+        apart = {spec.name for spec in parameter_specs(config.model) if uneven and "vocab" in spec.cuts}
         self.buckets = GradientBuckets(
-            [p for p in self.working.values() if p.requires_grad],
+            {p: mesh.reduction(records[n]) for n, p in self.working.items() if p.requires_grad},
             master(precision),
-            mesh.loss,
             int(config.sharding.bucket_mib * 2**20),
             config.train.overlap,
+            [p for name, p in self.working.items() if name in apart],
         )
         gradients = self.buckets.gradients()
         self.gradients = {name: gradients[p] for name, p in self.working.items() if p in gradients}
-        owned = [records[name].owner == mesh.rank for name in self.gradients]
-        self.counted = torch.tensor(owned, dtype=torch.bool, device=mesh.device)
+        self.norm = GradientNorm({n: records[n] for n in self.gradients}, mesh, experts=config.model.moe is not None)
         self.clip = options.clip
         trained = {name: self.masters[name] for name in self.gradients}
         self.optimizer = _adamw(trained, {s.name: s.decay for s in parameter_specs(config.model)}, options)
+        self.routers = Routers(chunks, mesh, config)
         self.updates, self.valid_tokens = 0, 0
 
     def begin_step(self, valid_tokens: int, micro_batches: int) -> None:
         self.valid_tokens = valid_tokens
         self.buckets.begin(micro_batches)
+        self.routers.begin_step()
 
     def forward(self, chunk: int, batch: Batch, hidden: Tensor | None = None, tied: Tensor | None = None) -> Ticket:
         self.chunks[chunk].train()
-        return Ticket(chunk, self.chunks[chunk](batch, hidden, tied), hidden)
+        output, routers = self.chunks[chunk](batch, hidden, tied)
+        return Ticket(chunk, output, routers, hidden)
 
     def backward(self, ticket: Ticket, grad: Tensor | None = None) -> None:
         self._through(ticket, grad)
@@ -83,13 +90,13 @@ class PlainEngine(Engine):
 
     def step(self, lr: float, loss_finite: bool = True) -> StepResult:
         self.buckets.finish()
-        squares = sum_of_squares(list(self.gradients.values()), self.counted)
-        norm = global_norm(squares, self.mesh.model) / self.scale.value
+        norm = self.norm.of(list(self.gradients.values())) / self.scale.value
         if loss_finite and math.isfinite(norm):
             factor = clip_factor(norm, self.clip) / self.scale.value
             if factor != 1.0:
                 self.buckets.scale(factor)
             self._update(lr)
+            self.routers.step()
             self.scale.update(overflowed=False)
             return StepResult(norm, skipped=False)
         return StepResult(norm, skipped=True, backed_off=loss_finite and self.scale.update(overflowed=True))
@@ -97,8 +104,8 @@ class PlainEngine(Engine):
     def evaluate(self, chunk: int, batch: Batch, hidden: Tensor | None = None, tied: Tensor | None = None) -> Tensor:
         self.chunks[chunk].eval()
         with torch.no_grad():
-            out: Tensor = self.chunks[chunk](batch, hidden, tied)
-        return out
+            output, _ = self.chunks[chunk](batch, hidden, tied)
+        return cast(Tensor, output)
 
     def parameter(self, name: str) -> nn.Parameter:
         return self.working[name]
@@ -111,13 +118,15 @@ class PlainEngine(Engine):
         return self.working[name].detach()
 
     def pieces(self) -> Iterator[Piece]:
-        owned = [record for record in self.records.values() if record.owner == self.mesh.rank]
-        writers = balance([self.masters[record.name].numel() for record in owned], self.mesh.loss.size)
-        for record, writer in zip(owned, writers):
-            if writer == self.mesh.loss.index:
-                for kind in KINDS:
-                    for box in record.boxes:
+        for axis in (self.mesh.loss, self.mesh.edp):
+            held = [record for record in self.records.values() if self.mesh.reduction(record) is axis]
+            owned = [record for record in held if record.owner == self.mesh.rank]
+            writers = balance([self.masters[record.name].numel() for record in owned], axis.size)
+            for record, writer in zip(owned, writers):
+                if writer == axis.index:
+                    for kind, box in itertools.product(KINDS, record.boxes):
                         yield self._piece(record, kind, box)
+        yield from self.routers.pieces()
 
     def scalars(self) -> dict[str, float]:
         return {"step": float(self.updates), **self.scale.scalars()}
@@ -132,6 +141,7 @@ class PlainEngine(Engine):
                     values = reader.read(name, kind, box.start, box.shape)
                     region(self._state(name, kind), box).copy_(values)
             self.optimizer.state[self.masters[name]]["step"] = torch.tensor(float(self.updates))
+        self.routers.load(reader)
         self._publish()
 
     def close(self) -> None:
@@ -139,13 +149,13 @@ class PlainEngine(Engine):
 
     def _through(self, ticket: Ticket, grad: Tensor | None) -> None:
         """Autograd's part of a backward."""
-        if not ticket.output.requires_grad:
-            return  # nothing here or before is trained
-        if grad is None:
-            divided = ticket.output * (self.scale.value / max(self.valid_tokens, 1))
-            divided.backward()  # type: ignore[no-untyped-call]
-        else:
-            torch.autograd.backward(ticket.output, grad)
+        share = self.scale.value / max(self.valid_tokens, 1)
+        ends = [(ticket.output, torch.full_like(ticket.output, share) if grad is None else grad)]
+        if ticket.routers is not None:
+            ends.append((ticket.routers, torch.full_like(ticket.routers, share)))
+        trained = [end for end in ends if end[0].requires_grad]
+        if trained:
+            torch.autograd.backward(*zip(*trained))
 
     def _update(self, lr: float) -> None:
         for group in self.optimizer.param_groups:

@@ -86,7 +86,7 @@ def submit(
     if dry_run:
         return
     if not client.has_slurm():
-        _here(request)
+        _here(request, as_json)
         return
     _queue(request, wait, follow, as_json)
 
@@ -121,14 +121,19 @@ def _show_plan(request: Request, as_json: bool) -> None:
         click.echo(f"run folder {config.run_folder}")
 
 
-def _here(request: Request) -> None:
+def _here(request: Request, as_json: bool) -> None:
     """Without Slurm: on this machine, through the local executor."""
     from hpctrain.cli.train import on_this_machine
 
-    if request.chain > 1:
-        raise ConfigError("--chain", request.chain, "there is no Slurm here: no sbatch on PATH", "leave it out")
+    for flag, value in (("--chain", request.chain if request.chain > 1 else None), ("--json", as_json or None)):
+        if value is not None:
+            raise ConfigError(flag, value, "there is no Slurm here: no sbatch on PATH", "leave it out")
+    options = request.options
+    given = [f"--{name}" for name in ("partition", "account", "qos", "time") if getattr(options, name)]
     click.echo(
-        "there is no Slurm here (no sbatch on PATH): training on this machine, with the local executor", err=True
+        "there is no Slurm here (no sbatch on PATH): training on this machine, with the local executor"
+        + (f"; {', '.join(given)} mean nothing to it" if given else ""),
+        err=True,
     )
     for config in request.configs:
         on_this_machine(config)

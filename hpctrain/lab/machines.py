@@ -16,6 +16,7 @@ from pathlib import Path
 from hpctrain.errors import LabError
 from hpctrain.lab import processes
 from hpctrain.lab.processes import Process
+from hpctrain.lab.requirements import PATH
 from hpctrain.lab.spec import HEAD, LabSpec
 
 START_TIMEOUT_S = 20.0
@@ -110,7 +111,7 @@ def listens(spec: LabSpec, name: str, port: int) -> bool:
 def environment(spec: LabSpec) -> dict[str, str]:
     """All that daemons inherit: jobs that ask for a clean environment get nothing of whoever started the lab."""
     return {
-        "PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin",
+        "PATH": PATH,
         "LANG": "C.UTF-8",
         "SLURM_CONF": str(spec.slurm_conf),
         "MYSQL_UNIX_PORT": str(spec.database_socket),

@@ -1,8 +1,8 @@
 """What a job inherits from whoever submits it. Pure.
 
 sbatch hands the environment of the submitter to the job, where srun reads SLURM_* again. Inside another job these
-speak of that job: its nodes, its memory, its CPU masks. So they go; how to reach the cluster stays, and so do defaults of
-the site for what a submission leaves open.
+speak of that job: its nodes, its memory, its CPU masks. So they go; how to reach the cluster stays, and so do
+defaults of the site for what a submission leaves open.
 """
 
 from __future__ import annotations

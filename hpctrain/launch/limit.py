@@ -18,12 +18,12 @@ EARLY_S = 60.0
 """So much before its time Slurm may send a warning (man sbatch, --signal)."""
 
 END_VARIABLE = "HPCTRAIN_END_TIME"
-"""Set by the batch script: when the time limit is, seconds since the epoch; another word where there is none. A container
-mostly has no way to ask Slurm."""
+"""Set by the batch script: when the time limit is, seconds since the epoch; another word where there is none. A
+container mostly has no way to ask Slurm."""
 
 SPARE_S = 30.0
-"""Kept beyond what steps and saves took: for the end of the ranks, of which the first waits for the others (`FAREWELL_S`
-of `launch.bootstrap`), and Slurm's clock."""
+"""Kept beyond what steps and saves took: for the end of the ranks, of which the first waits for the others
+(`FAREWELL_S` of `launch.bootstrap`), and Slurm's clock."""
 
 ANSWER_S = 15.0
 """How long Slurm may take to say how much is left, for which all ranks wait."""
@@ -63,8 +63,8 @@ class TimeLimit:
 
     @property
     def need_s(self) -> float:
-        """What one more step, with an evaluation if there was one, and a save may take, from the longest so far but for the
-        first step."""
+        """What one more step, with an evaluation if there was one, and a save may take: from the longest so far, less
+        the first step."""
         return 2 * (self._step_s + self._save_s) + SPARE_S
 
     def saved(self, seconds: float) -> str:

@@ -10,7 +10,7 @@ from pathlib import Path
 TAIL_BYTES = 32768
 SHOWN = 6
 
-_LIFE = "Starting with JobEnvironment"
+LIFE = "Starting with JobEnvironment"
 """What submitit prints as a rank begins; a requeued job goes on in the same file."""
 _EARLIER = re.compile(r".*DUE TO (JOB REQUEUE|PREEMPTION|NODE FAILURE)[^\n]*", re.DOTALL)
 """All that an earlier life left in the output of the batch script, up to how Slurm ended it."""
@@ -48,7 +48,7 @@ def _errors(path: Path) -> Iterator[str]:
     with suppress(OSError), path.open("rb") as file:
         file.seek(max(0, path.stat().st_size - TAIL_BYTES))
         text = file.read().decode(errors="replace")
-    lines = _EARLIER.sub("", text.rpartition(_LIFE)[2]).splitlines()
+    lines = _EARLIER.sub("", text.rpartition(LIFE)[2]).splitlines()
     for line in lines:
         if line.startswith(("error: ", "srun: error: ", "slurmstepd: error: ")):
             yield line.partition("error: ")[2].strip()

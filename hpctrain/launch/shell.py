@@ -1,4 +1,4 @@
-"""Pieces of shell that every batch script has. They run on the hosts, where Slurm's commands are; a container has none."""
+"""Pieces of shell that every batch script has. They run on the hosts, where Slurm's commands are."""
 
 from __future__ import annotations
 

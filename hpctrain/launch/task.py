@@ -19,8 +19,8 @@ from hpctrain.launch.stop import SIGNALS, hold_back
 def slurm_task(function: Callable[..., Any], args: Sequence[Any]) -> Any:
     """Call `function(*args)` as one rank.
 
-    If what it returns has `stopped` set, it was asked to stop and has saved: the batch script is told to requeue the job,
-    unless `outlived` says that it runs anew already.
+    If what it returns has `stopped` set, it was asked to stop and has saved: the batch script is told to requeue the
+    job, unless `outlived` says that it runs anew already.
 
     What is pickled at submission is this, a function's name and plain settings, so it decides nothing that a rank
     has to find out when it starts, such as the checkpoint to continue from.
@@ -47,8 +47,8 @@ def _heed_not(number: int, frame: FrameType | None) -> None:
 def _leave_word(function: Callable[..., Any], args: Sequence[Any]) -> Any:
     """Call `function(*args)`; if it has stopped, leave the file that the batch script looks for. By the first rank.
 
-    A job that leaves by itself when it is asked to counts as completed, so it has to put itself back into the queue. The
-    batch script does, where Slurm's commands are. Everything that is to last is on the disk by now.
+    A job that leaves by itself when it is asked to counts as completed, so it has to put itself back into the queue.
+    The batch script does, where Slurm's commands are. Everything that is to last is on the disk by now.
     """
     value = function(*args)
     stopped = getattr(value, "stopped", False) and not getattr(value, "outlived", False)

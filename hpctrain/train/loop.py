@@ -54,10 +54,9 @@ def train(session: Session, progress: Progress, sinks: Sinks, stop: StopRequest)
     config, settings = session.config, session.config.train
     meter, lap = session.mesh.meter, _Lap(session)
     evaluated, saved, skipped_in_a_row = None, progress.step, 0
-    if 0 < progress.step < settings.steps and _due(progress.step, settings.eval_every):
-        if progress.evaluated != progress.step:
-            evaluate(session, progress, sinks, stop)
-            lap.restart()
+    if progress.evaluated < progress.step < settings.steps and _due(progress.step, settings.eval_every):
+        evaluate(session, progress, sinks, stop)
+        lap.restart()
     with Prefetch(session.training.stream(progress.samples), config.data.prefetch) as batches:
         while progress.step < settings.steps:
             stop.begin_step()

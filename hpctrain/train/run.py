@@ -73,14 +73,22 @@ def rank_main(settings: dict[str, Any], console: bool) -> Summary:
         stop.listening(),
     ):
         from hpctrain.parallel.agree import everywhere
+        from hpctrain.parallel.comm import Axis, broadcast_object
+        from hpctrain.train.finished import finished
         from hpctrain.train.loop import train
         from hpctrain.train.progress import differences, in_words, resume
         from hpctrain.train.session import open_session
 
+        first = identity.rank == 0
+        everyone = Axis("world", tuple(range(identity.world)), identity.rank, None, world.meter)
+        if done := broadcast_object(finished(config) if first else None, everyone):
+            last = done.last
+            return Summary(
+                folder, done.steps, 0, last.loss if last else None, last.unigram_entropy or 0.0 if last else 0.0
+            )
         session = open_session(
             config, world.device, identity.world, identity.local_world, world.meter, world.group_timeout_s
         )
-        first = identity.rank == 0
         # Meanwhile the other ranks wait for the first one, and no longer than for anything else.
         wait_s = min(WAIT_S, cluster.timeout_s / 2) if slurm_job(os.environ) else 0.0
         lock = tenancy.held(wait_s, hold)

@@ -109,6 +109,7 @@ def test_a_profile_of_ones_own(corpus: str, no_slurm: None, tmp_path: Path) -> N
         (("--array", "train.seed=1,2", "--follow"), 2, "shows one run"),
         (("folder=/tmp/a b", "--dry-run"), 2, "no path with ' ' can be told to Slurm"),
         (("--chain", "2"), 2, "--chain=2: there is no Slurm here: no sbatch on PATH"),
+        (("--json",), 2, "--json=true: there is no Slurm here: no sbatch on PATH"),
         (("--chain", "0"), 2, "0 is not in the range"),
     ],
 )
@@ -129,6 +130,9 @@ def test_without_slurm_it_says_so_and_trains_here(corpus: str, no_slurm: None, m
         "there is no Slurm here (no sbatch on PATH): training on this machine, with the local executor\n",
     )
     assert [config.train.seed for config in trained] == [1, 2]
+    done = submit(corpus, "--partition=gpu", "--account=physics", "--qos=high", "--time=10", "--wait")
+    assert done.exit_code == 0
+    assert "local executor; --partition, --account, --qos, --time mean nothing to it\n" in done.stderr
 
 
 def test_more_nodes_than_this_machine_are_refused(corpus: str, no_slurm: None) -> None:

@@ -13,7 +13,7 @@ import pytest
 
 from hpctrain.lab import Cluster
 from hpctrain.launch.jobs import Job, cancel, states
-from hpctrain.launch.postmortem import reasons
+from hpctrain.launch.postmortem import LIFE, reasons
 from hpctrain.launch.slurm import Request
 from tests.launch import jobs
 from tests.launch.submission import request, run_config
@@ -21,9 +21,6 @@ from tests.launch.test_submit_lab import done, reports, send
 from tests.user import until
 
 pytestmark = [pytest.mark.slurm, pytest.mark.xdist_group("slurm"), pytest.mark.usefixtures("on_the_lab")]
-
-MARK = "Starting with JobEnvironment"
-"""What submitit prints when Python runs, before it knows what the job is."""
 
 
 def seen(folder: Path, *names: str) -> Callable[[], bool]:
@@ -65,7 +62,7 @@ def test_a_warning_before_the_ranks_listen_is_not_lost(tmp_path: Path, slurm: Cl
     for _ in range(2):
         slurm.run(["scancel", f"--signal={word}", job.ids[0]])
     assert not (tmp_path / "out").exists(), "no rank has begun when it is warned"
-    until(lambda: all(path.read_text().count(MARK) == 2 for path in logs), 60)
+    until(lambda: all(path.read_text().count(LIFE) == 2 for path in logs), 60)
     for _ in range(2):
         slurm.run(["scancel", f"--signal={word}", job.ids[0]])
     assert done(*job.ids) == ["COMPLETED"], log_of(job)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from hpctrain.launch.postmortem import SHOWN, reasons
+from hpctrain.launch.postmortem import LIFE, SHOWN, reasons
 
-START = "submitit INFO (2026-01-01 00:00:00,000) - Starting with JobEnvironment(job_id=7)\n"
+START = f"submitit INFO (2026-01-01 00:00:00,000) - {LIFE}(job_id=7)\n"
 
 
 def test_causes_come_before_consequences_and_earlier_lives_are_left_out(tmp_path: Path) -> None:

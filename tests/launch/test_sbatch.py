@@ -200,7 +200,8 @@ def test_a_refusal_to_requeue_is_said_at_once(tmp_path: Path) -> None:
 @pytest.mark.parametrize("command", ["squeue", "scontrol"])
 def test_a_controller_that_is_away_is_waited_for(tmp_path: Path, command: str, trouble: str) -> None:
     script = ours(tmp_path)
-    away = f'if [ ! -e {tmp_path}/back ]; then touch {tmp_path}/back; {trouble}; fi; echo "{command} $*" >>{tmp_path}/asked'
+    first = f"if [ ! -e {tmp_path}/back ]; then touch {tmp_path}/back; {trouble}; fi"
+    away = f'{first}; echo "{command} $*" >>{tmp_path}/asked'
     given = {"SLURM_JOB_ID": "7", "SLURM_JOB_END_TIME": "1", "ANSWER": "RUNNING|None"}
     put(tmp_path, "sleep", f'echo "sleep $*" >>{tmp_path}/asked')
     put(tmp_path, "scontrol", f'echo "scontrol $*" >>{tmp_path}/asked')

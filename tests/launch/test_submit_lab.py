@@ -19,6 +19,7 @@ from hpctrain.lab import Cluster, LabSpec, cluster
 from hpctrain.lab import config as lab_config
 from hpctrain.launch.jobs import Job, accounts, cancel, locate, refuse_second, requeue, states, wait
 from hpctrain.launch.plan import rank_plan
+from hpctrain.launch.postmortem import LIFE
 from hpctrain.launch.slurm import Request, submit
 from tests.launch import jobs
 from tests.launch.submission import request, run_config
@@ -188,7 +189,7 @@ def test_a_requeued_job_starts_anew_and_keeps_its_log(tmp_path: Path) -> None:
     assert not states(job.ids)[job.ids[0]].ended
     assert done(*job.ids) == ["COMPLETED"]
     assert [r["life"] for r in reports(tmp_path / "out")] == [1]
-    assert (job.logs / job.ids[0] / "rank-0.log").read_text().count("Starting with JobEnvironment") == 2
+    assert (job.logs / job.ids[0] / "rank-0.log").read_text().count(LIFE) == 2
 
 
 def test_a_sweep_from_the_command_line_is_listed_and_cancelled_as_one(tmp_path: Path, slurm: Cluster) -> None:

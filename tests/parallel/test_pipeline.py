@@ -58,7 +58,7 @@ def expected(model, seq):
 
 @pytest.mark.parametrize("name", CASES)
 def test_equals_one_process(ranks, name):
-    """Traps D10 and, in cases "tied" and "gpt", D12: both parts of the tied gradient, once, counted once."""
+    """Traps D10, D4 ("gpt" drops) and D12 ("tied", "gpt"): both parts of the tied gradient, once, counted once."""
     model, micro_batch, world, parallel = CASES[name]
     seq, recompute = (12, "full") if parallel.get("sp") else (13, "none")
     train = dict(micro_batch=micro_batch, recompute=recompute)

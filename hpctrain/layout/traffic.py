@@ -138,15 +138,16 @@ def pipeline_bytes(config: RunConfig, layout: Layout, rank: int) -> int:
 
     With m micro-batches of b samples of s tokens, each of n such boundaries costs m b s hidden elements in the
     precision of the computation, divided by tp where the sequence is sharded over it. A tied embedding adds its
-    weight once on the first stage, and as much for its gradient on the last.
+    weight once on the first stage, and on the last its gradient in the precision of accumulation.
     """
     homes = {stage.index: stage.home for stage in stages(config.model, layout)}
     mine = stages_of(config.model, layout, rank)
     neighbours = [homes[i] for stage in mine for i in (stage.index - 1, stage.index + 1) if i in homes]
     boundaries = sum(home != mine[0].home for home in neighbours)
     tokens = config.train.global_batch // layout.dp * config.data.seq // (layout.tp if layout.sp else 1)
-    sent = boundaries * tokens * config.model.hidden
+    width = COMPUTE_BYTES[config.train.precision]
+    sent = boundaries * tokens * config.model.hidden * width
     copy, ends = tied_copy(config.model, layout, rank), (homes[0], homes[len(homes) - 1])
     if copy is not None and ends[0] != ends[1] and mine[0].home in ends:
-        sent += math.prod(copy.local_shape)
-    return sent * COMPUTE_BYTES[config.train.precision]
+        sent += math.prod(copy.local_shape) * (width if mine[0].first else max(width, 4))
+    return sent

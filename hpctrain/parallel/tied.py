@@ -29,7 +29,7 @@ class Tie:
         blank: a tensor like it, of this rank's shape; its values do not matter.
         axis: pp.
         owner, user: indices of the first and of the last stage; this rank is one of them.
-        wide: dtype in which gradients of micro-batches are added up.
+        wide: dtype in which gradients of micro-batches are added up, and handed back.
     """
 
     def __init__(
@@ -71,10 +71,10 @@ class Tie:
     def hand_back(self) -> None:
         """The gradient goes to the owner. Goes after whatever else the two ranks send each other."""
         if self._owns and not self._uses:
-            self._coming = self._start(torch.empty_like(self._blank), send=False)
+            self._coming = self._start(torch.empty_like(self._blank, dtype=self._wide), send=False)
         elif self._uses and not self._owns:
             assert self._total is not None, "the last stage has had all its backwards"
-            self._sent = self._start(self._total.to(self._blank.dtype), send=True)
+            self._sent = self._start(self._total, send=True)
 
     def last_backward(self) -> None:
         """What comes next is the first stage's last backward of the step."""
@@ -100,7 +100,7 @@ class Tie:
         if self._coming is not None:
             self._total, self._coming = self._coming.wait(), None
         assert self._total is not None, "the gradient was handed back before"
-        return grad + self._total.to(grad.dtype)
+        return self._engine.with_gradient(self._name, grad, self._total)
 
 
 def make_tie(engine: Computes, mesh: Mesh, config: RunConfig) -> Tie | None:

@@ -81,6 +81,12 @@ class Engine(ABC):
     def parameter(self, name: str) -> nn.Parameter:
         """The parameter of a chunk that the model computes with, into which autograd accumulates."""
 
+    def with_gradient(self, name: str, grad: Tensor, more: Tensor) -> Tensor:
+        """What autograd is to accumulate for a parameter in a step's last backward, which has made `grad`, where there
+        is `more` of it, in master precision, from elsewhere. Here their sum, rounded once to the precision of `grad`.
+        """
+        return (grad.to(more.dtype) + more).to(grad.dtype)
+
     @abstractmethod
     def values(self, name: str) -> Tensor:
         """Its values, whole even where they are sharded between uses: a detached tensor. Collective over dp x cp."""

@@ -92,8 +92,9 @@ def test_document_mask_is_a_byte_for_every_pair() -> None:
 
 
 def test_what_backward_computes_again_is_there_once_however_many_micro_batches_wait() -> None:
-    """1F1B of 4 stages with 2 layers each, bf16: in the first wait 4 micro-batches, of which full recomputation keeps each
-    layer's input and what is handed on; besides there is room for one layer's other 15 widths and for 2 received."""
+    """1F1B of 4 stages with 2 layers each, bf16: in the first wait 4 micro-batches, of which full recomputation keeps
+    each layer's input and what is handed on; besides there is room for one layer's other 15 widths and for 2 received.
+    """
     overrides = (
         "parallel.pp=4 parallel.tp=1 model.layers=8 model.vocab=256 data.document_mask=false train.precision=bf16 "
         "train.recompute=full train.global_batch=64 train.micro_batch=1 data.seq=256"

@@ -103,6 +103,10 @@ class PlainEngine(Engine):
     def parameter(self, name: str) -> nn.Parameter:
         return self.working[name]
 
+    def with_gradient(self, name: str, grad: Tensor, more: Tensor) -> Tensor:
+        self.gradients[name].add_(more)  # where all of a step is summed in master precision
+        return grad
+
     def values(self, name: str) -> Tensor:
         return self.working[name].detach()
 

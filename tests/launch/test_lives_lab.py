@@ -51,7 +51,7 @@ def test_the_orphan_of_a_job_on_one_node_saves_and_makes_way(slurm: Cluster, tmp
 
 
 def test_a_job_that_comes_no_further_is_given_up(slurm: Cluster, tmp_path: Path, corpus: Path) -> None:
-    """Each life is warned of its time limit before it begins to train, so it makes a step, saves, and requeues its job."""
+    """Each life is warned of its time limit before it trains, so it makes a step, saves, and requeues its job."""
     run = tmp_path / "run"
     where = ("name=run", f"folder={tmp_path}", f"data.corpus={corpus}", "checkpoint.every=0")
     settings = load("gpt-tiny", (*TINY, *ONE, *where)).model_dump(mode="json")

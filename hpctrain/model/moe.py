@@ -77,7 +77,7 @@ class Experts(nn.Module):
         return self._each(padded, lambda rows, weight: kernel_linear(rows, weight, ends))[slots]
 
     def _each(self, x: Tensor, linear: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
-        inner = [linear(x, self.get_parameter(name)) for name in self.inputs]
+        inner = [linear(x, getattr(self, name)) for name in self.inputs]
         return linear(activate(self.activation, inner), self.down)
 
 

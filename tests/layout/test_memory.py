@@ -91,6 +91,30 @@ def test_document_mask_is_a_byte_for_every_pair() -> None:
     assert with_mask - without == 16 * 256 * 256
 
 
+def test_experts_by_hand() -> None:
+    """A token in float32, of moe-tiny without groups of heads: 2 of 8 experts 172 wide, and what a capacity changes."""
+    base = "data.document_mask=false train.micro_batch=1 data.seq=1 model.kv_heads=4"
+
+    def layer(more: str = "") -> int:
+        two, one = (
+            activation_bytes(load("moe-tiny", [*base.split(), *more.split(), f"model.layers={n}"]), 1) for n in (2, 1)
+        )
+        return two - one
+
+    attention, router = 4 * 128 + 4 * 128, 128 + 3 * 8
+    sent, inner, returned = 2 * 128, 2 * 4 * 172, 2 * 128
+    assert layer() == layer("model.moe.capacity=2") == 4 * (attention + router + sent + inner + returned)
+    assert layer("model.moe.capacity=0.5") == 4 * (attention + router + (sent + inner) // 2 + returned)
+    padded = "model.moe.capacity=1.5 model.moe.overflow=pad"
+    assert layer(padded) == 4 * (attention + router + 3 * (sent + inner) // 2 + returned)
+    assert layer("model.moe.shared_ffn=64") == layer() + 4 * 4 * 64
+    assert layer("train.recompute=full") == 4 * 128
+    dense, first = (
+        activation_bytes(load("moe-tiny", [*base.split(), f"model.moe.dense_layers={n}"]), 1) for n in (0, 1)
+    )
+    assert both - one == layer() - 4 * (attention + 4 * 344)
+
+
 P = 859_008
 """Parameters of gpt-tiny."""
 SHARD = -(-P // 4)

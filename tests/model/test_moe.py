@@ -216,7 +216,7 @@ def test_every_choice_is_in_one_row_of_its_expert(drawn: Any, none: bool) -> Non
 @given(ROUTINGS, st.booleans(), st.integers(0, 3))
 @settings(max_examples=60)
 def test_there_and_back_is_the_identity(drawn: Any, none: bool, spare: int) -> None:
-    """With weights that sum to 1, through experts that change nothing; padded or not, and what is dropped is missing."""
+    """With weights that sum to 1, through experts that change nothing; padded or not. What is dropped is missing."""
     (experts, tokens, seed), top_k = drawn
     ids = routing(experts, tokens, seed, top_k, none)
     x = torch.randn(tokens, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from hpctrain.config.schema import ModelConfig
 from hpctrain.model.grouped import grouped_linear, has_kernel, kernel_linear, room_for, slots_of
 from hpctrain.model.mlp import Mlp, activate, input_names
-from hpctrain.model.router import Router
+from hpctrain.model.router import Router, rows_of
 
 
 class MoE(nn.Module):
@@ -42,7 +42,7 @@ class MoE(nn.Module):
             [batch, seq, hidden], and the router's loss.
         """
         ids, weights, loss = self.router(x, samples, valid)
-        rows = len(x) * self.router.capacity.rows(x.shape[1]) if self.padded else None
+        rows = len(x) * rows_of(self.router.moe, x.shape[1]) if self.padded else None
         out = self.dispatch(x.flatten(0, 1), ids.flatten(0, 1), weights.flatten(0, 1), self.experts, rows).view_as(x)
         return (out if self.shared is None else out + self.shared(x)), loss
 

@@ -109,9 +109,7 @@ def test_experts_by_hand() -> None:
     assert layer(padded) == 4 * (attention + router + 3 * (sent + inner) // 2 + returned)
     assert layer("model.moe.shared_ffn=64") == layer() + 4 * 4 * 64
     assert layer("train.recompute=full") == 4 * 128
-    dense, first = (
-        activation_bytes(load("moe-tiny", [*base.split(), f"model.moe.dense_layers={n}"]), 1) for n in (0, 1)
-    )
+    both, one = (activation_bytes(load("moe-tiny", [*base.split(), f"model.moe.dense_layers={n}"]), 1) for n in (0, 1))
     assert both - one == layer() - 4 * (attention + 4 * 344)
 
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from hpctrain.config.schema import ModelConfig, MoeConfig
 from hpctrain.model.grouped import ALIGNED, grouped_linear, kernel_linear, room_for, slots_of
 from hpctrain.model.moe import LocalDispatch, MoE, by_expert
-from hpctrain.model.router import Capacity, Load
+from hpctrain.model.router import Capacity, Load, rows_of
 from hpctrain.parallel.recompute import recompute
 from tests.model.naive_moe import naive
 
@@ -239,13 +239,13 @@ def test_an_expert_takes_the_first_tokens_up_to_its_capacity(
     top_k = min(top_k, experts)
     capacity = Capacity(MoeConfig(experts=experts, top_k=top_k, capacity=factor))
     ids = torch.stack([routing(experts, seq, seed + i, top_k, False) for i in range(2)])
-    taken = capacity(ids)
-    assert capacity.rows(seq) == math.ceil(factor * seq * top_k / experts)
+    taken, rows = capacity(ids), rows_of(capacity.moe, seq)
+    assert rows == math.ceil(factor * seq * top_k / experts)
     for sample, of_sample in zip(ids, taken):
         for expert in range(experts):
             places = [t for t in range(seq) if expert in sample[t].tolist()]
             first = [t for t in places if bool((of_sample[t] & (sample[t] == expert)).any())]
-            assert first == places[: capacity.rows(seq)]
+            assert first == places[:rows]
 
 
 @given(st.lists(st.integers(0, 19), min_size=1, max_size=6), st.integers(0, 2**32 - 1))

@@ -35,4 +35,6 @@ def test_torch_counts_the_same(model: ModelConfig) -> None:
     counter = FlopCounterMode(display=False)
     with sdpa_kernel(SDPBackend.MATH), counter:  # the mathematical form multiplies the full square, as palm counts
         transformer(Batch(tokens, tokens, None, torch.arange(batch)))[0].backward()
-    assert counter.get_total_flops() == batch * seq * flops_per_token(model, seq).palm
+    routed = sum(model.routed(i) for i in range(model.layers))
+    weighting = routed * 6 * MOE["top_k"] * model.hidden  # the weighted sum of experts, to torch a product of matrices
+    assert counter.get_total_flops() == batch * seq * (flops_per_token(model, seq).palm + weighting)

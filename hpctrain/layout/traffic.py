@@ -136,8 +136,8 @@ def expert_traffic(config: RunConfig, layout: Layout, rank: int = 0) -> dict[str
 
     With R bytes of rows, `micro_batch x seq / (cp tp) x top_k x hidden` (with a capacity that pads, what it is padded
     to), a layer with experts sends for each micro-batch over ep an all-to-all of R to the experts and one back, and as
-    much in backward; over etp it gathers R and reduce-scatters etp R on the way, and as much in backward. Before, ranks tell
-    each other how many rows go where: 8 bytes an expert, unless they are padded.
+    much in backward; over etp it gathers R and reduce-scatters etp R on the way, and as much in backward. Before, ranks
+    tell each other how many rows go where: 8 bytes an expert, unless they are padded.
     """
     model, moe, train = config.model, config.model.moe, config.train
     number = sum(model.routed(layer) for stage in stages_of(model, layout, rank) for layer in stage.layers)

@@ -139,7 +139,7 @@ class Router(nn.Module):
         return Routing(ids, weights, loss)
 
     def rows(self, seq: int) -> int:
-        """Most rows that an expert gets of what this router sees of a sample, `seq` tokens, where there is a capacity."""
+        """Most rows that an expert gets of the `seq` tokens that this sees of a sample, where there is a capacity."""
         return self.moe.room(seq)
 
     def matrix(self) -> Tensor:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from hpctrain.config.schema import ModelConfig, MoeConfig
 from hpctrain.model.grouped import ALIGNED, grouped_linear, kernel_linear, room_for, slots_of
 from hpctrain.model.moe import LocalDispatch, MoE, by_expert
-from hpctrain.model.router import Capacity, Load, rows_of
+from hpctrain.model.router import Capacity, Load
 from hpctrain.parallel.recompute import recompute
 from tests.model.naive_moe import naive
 
@@ -239,7 +239,7 @@ def test_an_expert_takes_the_first_tokens_up_to_its_capacity(
     top_k = min(top_k, experts)
     capacity = Capacity(MoeConfig(experts=experts, top_k=top_k, capacity=factor))
     ids = torch.stack([routing(experts, seq, seed + i, top_k, False) for i in range(2)])
-    taken, rows = capacity(ids), rows_of(capacity.moe, seq)
+    taken, rows = capacity(ids), capacity.moe.room(seq)
     assert rows == math.ceil(factor * seq * top_k / experts)
     for sample, of_sample in zip(ids, taken):
         for expert in range(experts):

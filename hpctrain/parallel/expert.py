@@ -83,7 +83,7 @@ class ExpertDispatch(nn.Module):
         """As `LocalDispatch`; `ids` are those of all experts of the layer, `experts` has this rank's."""
         shares = [split(len(x), self.tp.size, i)[1] for i in range(self.tp.size)]
         x, weights = own_rows(x, shares, self.tp), own_rows(weights, shares, self.tp)
-        ids = ids.split(shares)[self.tp.index]
+        ids = torch.split(ids, shares)[self.tp.index]
         out = self._share(x, ids, weights, experts, None if rows is None else min(rows, shares[0]))
         return all_rows(out, shares, self.tp)
 

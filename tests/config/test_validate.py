@@ -242,9 +242,6 @@ EXPERTS = [
     ("model.moe.overflow=pad", "model.moe.overflow", "set model.moe.capacity", "model.moe.capacity=1.25"),
     ("model.moe.dense_layers=4", "model.moe.dense_layers", "no layer of model.layers=4", "model.moe.dense_layers=3"),
     ("model.bias=true", "model.bias", "experts have no biases", "model.bias=false"),
-    ("parallel.tp=2", "parallel.tp", "tensor parallelism of a model with experts is not", "parallel.tp=1"),
-    ("parallel.cp=2", "parallel.cp", "context parallelism", "parallel.cp=1"),
-    ("parallel.ep=2", "parallel.ep", "expert parallelism is not available", "parallel.ep=1"),
 ]
 
 

@@ -280,6 +280,6 @@ def test_state_of_experts(overrides: str, split: int, dense_ranks: int, edp: int
 
 
 def test_mends_of_a_model_with_experts_run() -> None:
-    state = "parallel.tp=2 parallel.ep=2 parallel.etp=2 train.micro_batch=1 train.recompute=full"
+    state = "parallel.tp=2 parallel.ep=2 parallel.etp=2 train.micro_batch=1 train.recompute=full data.seq=255"
     assert mends(f"{MOE} {state} sharding.engine=none", 8, 0.9, "gpt-tiny") == ["parallel.tp=4 parallel.etp=4"]
     assert not any("stage=3" in proposal for proposal in mends(f"{MOE} {state}", 8, 0.5, "gpt-tiny"))

@@ -71,7 +71,7 @@ class _GroupedLinear(torch.autograd.Function):
         ctx.save_for_backward(x, weight)
         ctx.sizes = sizes
         out = x.new_empty(len(x), weight.shape[1])
-        for into, rows, matrix in zip(out.split(sizes), x.split(sizes), weight):
+        for into, rows, matrix in zip(torch.split(out, sizes), torch.split(x, sizes), weight):
             torch.mm(rows, matrix.t(), out=into)
         return out
 
@@ -79,10 +79,10 @@ class _GroupedLinear(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> Any:
         (x, weight), sizes, (grad,) = ctx.saved_tensors, ctx.sizes, grads
         grad_x, grad_weight = torch.empty_like(x), torch.empty_like(weight)
-        parts = zip(grad.split(sizes), x.split(sizes), weight, grad_x.split(sizes), grad_weight)
-        for of_rows, rows, matrix, into_rows, into_matrix in parts:
+        rows = zip(*(torch.split(t, sizes) for t in (grad, x, grad_x)))
+        for (of_out, of_x, into_x), matrix, into_matrix in zip(rows, weight, grad_weight):
             if ctx.needs_input_grad[0]:
-                torch.mm(of_rows, matrix, out=into_rows)
+                torch.mm(of_out, matrix, out=into_x)
             if ctx.needs_input_grad[1]:
-                torch.mm(of_rows.t(), rows, out=into_matrix)
+                torch.mm(of_out.t(), of_x, out=into_matrix)
         return tuple(g if needed else None for g, needed in zip((grad_x, grad_weight, None), ctx.needs_input_grad))

@@ -42,7 +42,7 @@ class MoE(nn.Module):
             [batch, seq, hidden], and the router's loss.
         """
         ids, weights, loss = self.router(x, samples, valid)
-        rows = len(x) * self.router.capacity.rows(x.shape[1]) if self.padded else None
+        rows = len(x) * self.router.rows(x.shape[1]) if self.padded else None
         out = self.dispatch(x.flatten(0, 1), ids.flatten(0, 1), weights.flatten(0, 1), self.experts, rows).view_as(x)
         return (out if self.shared is None else out + self.shared(x)), loss
 
@@ -77,7 +77,7 @@ class Experts(nn.Module):
         return self._each(padded, lambda rows, weight: kernel_linear(rows, weight, ends))[slots]
 
     def _each(self, x: Tensor, linear: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
-        inner = [linear(x, self.get_parameter(name)) for name in self.inputs]
+        inner = [linear(x, getattr(self, name)) for name in self.inputs]
         return linear(activate(self.activation, inner), self.down)
 
 

@@ -85,15 +85,11 @@ class Capacity(nn.Module):
         super().__init__()
         self.moe = moe
 
-    def rows(self, seq: int) -> int:
-        """Most tokens of a sample of `seq` that an expert takes."""
-        return self.moe.room(seq)
-
     def forward(self, ids: Tensor) -> Tensor:
         """What is taken, [batch, seq, top_k] bool, of the choices `ids` of whole samples."""
         chosen = F.one_hot(ids.flatten(1), self.moe.experts)
         before = (chosen.cumsum(1) * chosen).sum(-1)  # a token chooses an expert once, so the order of its ids is none
-        return (before <= self.rows(ids.shape[1])).view_as(ids)
+        return (before <= self.moe.room(ids.shape[1])).view_as(ids)
 
 
 def same(counts: Tensor) -> Tensor:
@@ -142,6 +138,10 @@ class Router(nn.Module):
             ids = ids.masked_fill(~taken, self.moe.experts)
         return Routing(ids, weights, loss)
 
+    def rows(self, seq: int) -> int:
+        """Most rows that an expert gets of the `seq` tokens that this sees of a sample, where there is a capacity."""
+        return self.moe.room(seq)
+
     def matrix(self) -> Tensor:
         """The weight that logits are made with."""
         return self.weight
@@ -153,7 +153,7 @@ class Router(nn.Module):
         moe = self.moe
         biased = scores if self.bias is None else scores + self.bias
         if moe.top_groups < moe.groups:
-            grouped = biased.unflatten(-1, (moe.groups, -1))
+            grouped = biased.view(*biased.shape[:-1], moe.groups, -1)
             best = grouped.topk(min(2, grouped.shape[-1])).values.sum(-1)
             outside = torch.ones_like(best, dtype=torch.bool).scatter_(-1, first(best, moe.top_groups), False)
             biased = grouped.masked_fill(outside[..., None], -torch.inf).flatten(-2)
@@ -183,7 +183,8 @@ class Router(nn.Module):
             dropped = counts.new_zeros(batch) if taken is None else (~taken * counts[..., None]).sum((1, 2))
             parts = [_load(bare, counts, moe.experts), _load(ids, counts, moe.experts), probability]
             known = self.whole(torch.cat([*parts, torch.stack([dropped, z, counts.sum(1)], 1)], 1))
-            chosen, load, probable, (dropped, whole_z, tokens) = _unpack(known, moe.experts)
+            chosen, load, probable = (known[:, i * moe.experts :][:, : moe.experts] for i in range(3))
+            dropped, whole_z, tokens = known[:, 3 * moe.experts :].unbind(1)
             share = chosen * (moe.experts / moe.top_k) / tokens.clamp_min(1)[:, None]
             seen = torch.stack([dropped, (share * probable).sum(1), whole_z, tokens], 1)
             self.tally.put(samples, torch.cat([load, seen], 1).double().sum(0))
@@ -215,8 +216,3 @@ def _load(ids: Tensor, counts: Tensor, experts: int) -> Tensor:
     """How often each expert was chosen in a sample, [batch, experts], tokens counting as `counts` [batch, seq] says."""
     each = counts[..., None].expand(ids.shape).flatten(1)
     return counts.new_zeros(len(ids), experts).scatter_add_(1, ids.flatten(1), each)
-
-
-def _unpack(known: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor, tuple[Tensor, ...]]:
-    *vectors, rest = known.split([experts, experts, experts, known.shape[1] - 3 * experts], dim=1)
-    return *vectors, rest.unbind(1)

@@ -73,8 +73,8 @@ class Attention(nn.Module):
         queries, keys = model.heads * self.width, model.kv * self.width
         sizes = {"q": queries, "k": keys, "v": keys}
         self.qkv = FanOut({n: nn.Linear(model.hidden, size, bias=model.bias) for n, size in sizes.items()})
-        self.q_norm = nn.RMSNorm(self.width, eps=model.norm_eps) if model.qk_norm else nn.Identity()
-        self.k_norm = nn.RMSNorm(self.width, eps=model.norm_eps) if model.qk_norm else nn.Identity()
+        self.q_norm: nn.Module = nn.RMSNorm(self.width, eps=model.norm_eps) if model.qk_norm else nn.Identity()
+        self.k_norm: nn.Module = nn.RMSNorm(self.width, eps=model.norm_eps) if model.qk_norm else nn.Identity()
         self.core: nn.Module = DotProductAttention()
         self.output: nn.Module = nn.Linear(queries, model.hidden, bias=model.bias)
 

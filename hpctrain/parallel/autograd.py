@@ -170,7 +170,7 @@ class _OwnRows(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, sizes: Sizes, axis: Axis) -> Tensor:
         ctx.sizes, ctx.axis = sizes, axis
-        return x.split(list(sizes))[axis.index].clone()
+        return torch.split(x, list(sizes))[axis.index].clone()
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
@@ -190,7 +190,7 @@ class _AllRows(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        return grads[0].split(list(ctx.sizes))[ctx.axis.index].clone(), None, None
+        return torch.split(grads[0], list(ctx.sizes))[ctx.axis.index].clone(), None, None
 
 
 def all_rows(x: Tensor, sizes: Sizes, axis: Axis) -> Tensor:

@@ -261,8 +261,8 @@ def _swap(
     """Begin to send each rank its rows of x, or all of them where `sends` is None, and to receive as many as said."""
     out = x.new_empty((sum(receives), *x.shape[1:]))
     if axis.direct:
-        parts = [x] * axis.size if sends is None else x.split(list(sends))
-        into = out.split(list(receives))
+        parts = [x] * axis.size if sends is None else list(torch.split(x, list(sends)))
+        into = torch.split(out, list(receives))
         into[axis.index].copy_(parts[axis.index])
         works = [work for i in axis.others for work in _trade(parts[i], into[i], i, axis)]
     else:

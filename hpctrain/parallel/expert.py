@@ -83,7 +83,7 @@ class ExpertDispatch(nn.Module):
         """As `LocalDispatch`; `ids` are those of all experts of the layer, `experts` has this rank's."""
         shares = [split(len(x), self.tp.size, i)[1] for i in range(self.tp.size)]
         x, weights = own_rows(x, shares, self.tp), own_rows(weights, shares, self.tp)
-        ids = ids.split(shares)[self.tp.index]
+        ids = torch.split(ids, shares)[self.tp.index]
         out = self._share(x, ids, weights, experts, None if rows is None else min(rows, shares[0]))
         return all_rows(out, shares, self.tp)
 
@@ -175,7 +175,7 @@ class PartRouter(Router):
     def __init__(self, router: Router, inner: Axis, cp: Axis, method: CpMethod) -> None:
         nn.Module.__init__(self)
         self.__dict__.update(router.__dict__)
-        self.inner = inner
+        self.inner, self.cp = inner, cp
         self.whole = lambda counts: all_reduce(all_reduce(counts, inner), cp)
         if isinstance(router.capacity, Capacity):
             self.capacity = PartCapacity(router.capacity, inner, cp, method)
@@ -184,6 +184,9 @@ class PartRouter(Router):
         """As `Router`, with x [batch, seq / inner, hidden] and `valid` [batch, seq] of a rank of cp."""
         here = None if valid is None else valid.chunk(self.inner.size, SEQ)[self.inner.index]
         return super().forward(x, samples, here)
+
+    def rows(self, seq: int) -> int:
+        return min(seq, self.moe.room(seq * self.inner.size * self.cp.size))
 
     def matrix(self) -> Tensor:
         return shared(self.inner, self.weight)[0]
@@ -200,10 +203,6 @@ class PartCapacity(nn.Module):
     def __init__(self, plain: Capacity, inner: Axis, cp: Axis, method: CpMethod) -> None:
         super().__init__()
         self.plain, self.inner, self.cp, self.method = plain, inner, cp, method
-
-    def rows(self, seq: int) -> int:
-        """Most tokens that an expert takes of a sample's part of `seq`."""
-        return min(seq, self.plain.rows(seq * self.inner.size * self.cp.size))
 
     def forward(self, ids: Tensor) -> Tensor:
         """What is taken, [batch, part of seq, top_k] bool."""

@@ -83,4 +83,5 @@ class Recomputed(nn.Module):
         self.module = module
 
     def forward(self, *inputs: Any) -> Tensor:
-        return recompute(self.module, *inputs)
+        out: Tensor = recompute(self.module, *inputs)
+        return out

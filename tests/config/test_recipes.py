@@ -9,8 +9,9 @@ from hpctrain.config.validate import validate
 from hpctrain.layout.layout import Layout
 from hpctrain.layout.parameters import parameter_specs
 
-# Llama, Mixtral, Qwen3: counts of the published weights. GPT-3: table 2.1 of arXiv 2005.14165 rounds to 175.0B; its
-# formula gives 174.6B. 530B and 1T: table 1 of arXiv 2104.04473.
+# Llama, Mixtral, Qwen3: counts of the published weights; papers round the latter to 47B (arXiv 2401.04088) and 30.5B
+# (2505.09388). GPT-3: table 2.1 of arXiv 2005.14165 rounds to 175.0B; its formula gives 174.6B. 530B and 1T: table 1 of
+# arXiv 2104.04473.
 EXACT = {
     "llama-1b": 1_235_814_400,
     "llama-8b": 8_030_261_248,

@@ -229,6 +229,46 @@ CASES = [
 ]
 
 
+EXPERTS = [
+    ("model.moe.top_k=9", "model.moe.top_k", "at most model.moe.experts=8", "model.moe.top_k=8"),
+    ("model.moe.groups=3", "model.moe.groups", "use 1, 2, 4 or 8", "model.moe.groups=4"),
+    ("model.moe.top_groups=2", "model.moe.top_groups", "at most model.moe.groups=1", "model.moe.groups=2"),
+    (
+        "model.moe.groups=4 model.moe.top_k=3",
+        "model.moe.top_k",
+        "1 groups (model.moe.top_groups) have 2 experts",
+        "model.moe.top_groups=2",
+    ),
+    ("model.moe.overflow=pad", "model.moe.overflow", "set model.moe.capacity", "model.moe.capacity=1.25"),
+    ("model.moe.dense_layers=4", "model.moe.dense_layers", "no layer of model.layers=4", "model.moe.dense_layers=3"),
+    ("model.bias=true", "model.bias", "experts have no biases", "model.bias=false"),
+]
+
+
+@pytest.mark.parametrize(("overrides", "path", "words", "mend"), EXPERTS)
+def test_rule_of_experts(overrides: str, path: str, words: str, mend: str) -> None:
+    config = load("moe-tiny", overrides.split())
+    with pytest.raises(ConfigError) as caught:
+        validate(config, 2)
+    assert caught.value.path == path
+    assert words in str(caught.value)
+    validate(load("moe-tiny", [*overrides.split(), *mend.split()]), 2)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        "parallel.pp=2",
+        "model.moe.router=sigmoid model.moe.bias_rate=0.001 model.moe.shared_ffn=64 sharding.stage=1",
+        "model.moe.groups=4 model.moe.top_groups=2 model.moe.capacity=1.5 model.moe.overflow=pad",
+        "model.moe.dense_layers=1 parallel.pp=2 parallel.schedule=zb-h1 train.precision=bf16",
+        "model.moe=null parallel.tp=2",
+    ],
+)
+def test_experts_accepted(overrides: str) -> None:
+    validate(load("moe-tiny", overrides.split()), 2)
+
+
 @pytest.mark.parametrize(("overrides", "world", "path", "words", "mend"), CASES)
 def test_rule(overrides: str, world: int, path: str, words: str, mend: str) -> None:
     config = load("llama-tiny", overrides.split())

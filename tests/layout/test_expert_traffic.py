@@ -22,7 +22,7 @@ CASES: list[dict[str, Any]] = [
     dict(world=4, parallel=dict(tp=2, ep=2, etp=2), moe=dict(capacity=1.0, overflow="pad"), data=dict(seq=13)),
     dict(world=4, parallel=dict(tp=2, ep=4, sp=True), moe=dict(capacity=2.0, overflow="pad")),
     dict(world=4, parallel=dict(cp=2, tp=2, ep=4)),
-    dict(world=4, parallel=dict(cp=2, tp=2, sp=True, ep=4), moe=dict(capacity=1.0), train=dict(recompute="full")),
+    dict(world=4, parallel=dict(cp=2, tp=2, sp=True, ep=4), moe=dict(capacity=4.0), train=dict(recompute="full")),
     dict(world=4, parallel=dict(pp=2, ep=2, stage_layers=(2, 1)), moe=dict(dense_layers=1)),
 ]
 

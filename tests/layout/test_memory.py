@@ -145,6 +145,31 @@ def test_a_sequence_that_is_too_long_is_to_be_split() -> None:
                                     "sharding.stage=3 train.recompute=full parallel.cp=2", 8, 0.5)  # fmt: skip
 
 
+def test_experts_by_hand() -> None:
+    """A token in float32, of moe-tiny without groups of heads: 2 of 8 experts 172 wide, and what a capacity changes."""
+    base = "data.document_mask=false train.micro_batch=1 data.seq=1 model.kv_heads=4"
+
+    def layer(more: str = "") -> int:
+        two, one = (
+            activation_bytes(load("moe-tiny", [*base.split(), *more.split(), f"model.layers={n}"]), Layout())
+            for n in (2, 1)
+        )
+        return two - one
+
+    attention, router = 4 * 128 + 4 * 128, 128 + 3 * 8
+    sent, inner, returned = 2 * 128, 2 * 4 * 172, 2 * 128
+    assert layer() == layer("model.moe.capacity=2") == 4 * (attention + router + sent + inner + returned)
+    assert layer("model.moe.capacity=0.5") == 4 * (attention + router + (sent + inner) // 2 + returned)
+    padded = "model.moe.capacity=1.5 model.moe.overflow=pad"
+    assert layer(padded) == 4 * (attention + router + 3 * (sent + inner) // 2 + returned)
+    assert layer("model.moe.shared_ffn=64") == layer() + 4 * 4 * 64
+    assert layer("train.recompute=full") == 4 * 128
+    both, one = (
+        activation_bytes(load("moe-tiny", [*base.split(), f"model.moe.dense_layers={n}"]), Layout()) for n in (0, 1)
+    )
+    assert both - one == layer() - 4 * (attention + 4 * 344)
+
+
 P = 859_008
 """Parameters of gpt-tiny."""
 SHARD = -(-P // 4)
@@ -278,6 +303,6 @@ def test_state_of_experts(overrides: str, split: int, dense_ranks: int, edp: int
 
 
 def test_mends_of_a_model_with_experts_run() -> None:
-    state = "parallel.tp=2 parallel.ep=2 parallel.etp=2 train.micro_batch=1 train.recompute=full"
+    state = "parallel.tp=2 parallel.ep=2 parallel.etp=2 train.micro_batch=1 train.recompute=full data.seq=255"
     assert mends(f"{MOE} {state} sharding.engine=none", 8, 0.9, "gpt-tiny") == ["parallel.tp=4 parallel.etp=4"]
     assert not any("stage=3" in proposal for proposal in mends(f"{MOE} {state}", 8, 0.5, "gpt-tiny"))

@@ -1,11 +1,11 @@
-"""Logits equal Hugging Face's Llama and GPT-2 on the same random weights, at every position."""
+"""Logits equal Hugging Face's Llama, Mixtral, Qwen3-MoE and GPT-2 on the same random weights, at every position."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from hpctrain.config.schema import ModelConfig, RopeScaling
+from hpctrain.config.schema import ModelConfig, MoeConfig, RopeScaling
 from hpctrain.layout.parameters import parameter_specs
 from hpctrain.layout.placement import Box
 from hpctrain.model.random import initial_values
@@ -74,6 +74,36 @@ def test_llama(scaling, tied):
         mine, reference = ours.logits(tokens), theirs(tokens).logits
     assert reference[:, 60:].std() > 0.1
     torch.testing.assert_close(mine, reference, rtol=1e-4, atol=1e-4)
+
+
+def test_mixtral_and_qwen3_moe():
+    """The experts' matrices are stored as ours, but gate and up in one."""
+    shape = dict(vocab_size=101, hidden_size=48, num_hidden_layers=2, num_attention_heads=6, num_key_value_heads=2,
+                 head_dim=10, max_position_embeddings=128, tie_word_embeddings=False, attn_implementation="eager",
+                 num_experts_per_tok=2, rope_parameters={"rope_type": "default", "rope_theta": 10000.0})  # fmt: skip
+    mixtral = transformers.MixtralConfig(**shape, intermediate_size=24, num_local_experts=5, rms_norm_eps=1e-5)
+    qwen3 = transformers.Qwen3MoeConfig(**shape, moe_intermediate_size=24, num_experts=5, norm_topk_prob=True,
+                                        rms_norm_eps=1e-5)  # fmt: skip
+    tokens = torch.randint(0, 101, (2, 100), generator=torch.Generator().manual_seed(0))
+    for config, made in ((mixtral, "MixtralForCausalLM"), (qwen3, "Qwen3MoeForCausalLM")):
+        model = ModelConfig(layers=2, hidden=48, heads=6, kv_heads=2, head_dim=10, vocab=101, max_seq=128,
+                            qk_norm=config is qwen3, moe=MoeConfig(experts=5, top_k=2, ffn=24))  # fmt: skip
+        ours, theirs = make(model), getattr(transformers, made)(config).eval()
+        state = {}
+        for name in theirs.state_dict():
+            mine = name.replace("mlp.experts", "moe.experts").replace("mlp.gate.", "moe.router.")
+            for old, new in LLAMA.items():
+                mine = mine.replace(old, new)
+            for part in ("q_norm", "k_norm"):
+                mine = mine.replace(f"self_attn.{part}", f"attention.{part}")
+            if mine.endswith("gate_up_proj"):
+                parts = [ours.get_parameter(mine.replace("gate_up_proj", part)).data for part in ("gate", "up")]
+                state[name] = torch.cat(parts, 1)
+            else:
+                state[name] = ours.get_parameter(mine.replace("down_proj", "down")).data
+        theirs.load_state_dict(state)
+        with torch.no_grad():
+            torch.testing.assert_close(ours.logits(tokens), theirs(tokens).logits, rtol=1e-4, atol=1e-4)
 
 
 def test_gpt2():

@@ -133,7 +133,7 @@ def logits(method, change):
         if at is not None:
             changed[0, at] += 1
         part = own_part(Batch(changed, changed, documents, torch.tensor([0])), config, mesh)
-        states = model.eval().states(part.tokens, part.documents, positions=part.positions)
+        states, _ = model.eval().states(part.tokens, part.documents, positions=part.positions)
         out.append(model.predict(states).detach()[0])
     return part.positions.tolist(), (out[0] != out[1]).any(-1).tolist()
 

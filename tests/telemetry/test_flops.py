@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpctrain.config.schema import ModelConfig
+from hpctrain.config.load import load
+from hpctrain.config.schema import ModelConfig, MoeConfig
 from hpctrain.layout.parameters import matmul_weights
 from hpctrain.telemetry.flops import Throughput, flops_per_token, peak_flops
 
@@ -48,6 +49,24 @@ def test_gpt_palm_is_the_closed_form_of_the_megatron_papers() -> None:
         tied=True,
     )
     assert flops_per_token(gpt, seq).palm == 72 * layers * hidden**2 + 12 * layers * hidden * seq + 6 * vocab * hidden
+
+
+@pytest.mark.parametrize(
+    ("name", "active"),
+    [("mixtral-8x7b", 12_879_925_248), ("qwen3-moe-30b-a3b", 3_353_032_704)],
+)
+def test_a_token_uses_a_part_of_the_experts(name: str, active: int) -> None:
+    """12.9B of Mixtral (arXiv 2401.04088) and 3.3B of Qwen3-30B-A3B (2505.09388), embeddings included there."""
+    model = load(name).model
+    norms = model.hidden * (2 * model.layers + 1) + (2 * model.head_width * model.layers if model.qk_norm else 0)
+    assert matmul_weights(model) + model.vocab * model.hidden + norms == active
+
+
+def test_shared_and_dense_weights_count_whole() -> None:
+    moe = MoeConfig(experts=8, top_k=3, ffn=5, shared_ffn=7, dense_layers=1)
+    model = ModelConfig(layers=2, hidden=10, heads=2, ffn=30, vocab=11, moe=moe)
+    attention, dense, routed = 4 * 10 * 10, 3 * 10 * 30, 8 * 10 + 3 * 3 * 10 * 5 + 3 * 10 * 7
+    assert matmul_weights(model) == 2 * attention + dense + routed + 11 * 10
 
 
 def test_head_width_apart_from_hidden() -> None:

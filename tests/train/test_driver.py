@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import time
 from pathlib import Path
@@ -193,6 +194,35 @@ def test_a_run_is_not_done_before_it_is_saved_whole_and_evaluated(ranks, make):
     assert finished(config) is None
     part.unlink()
     assert finished(config) is None
+
+
+def test_experts_go_on_bitwise_and_report_their_load(ranks, make, tmp_path):
+    """Under dp 2, and from there under pp 2; biases, losses and counts are those of an undisturbed run."""
+    moe = dict(experts=6, top_k=2, ffn=10, aux_loss=0.1, z_loss=0.01, bias_rate=0.01, capacity=1.0)
+    config = make(model=dict(moe=moe))
+    undisturbed = config.model_copy(update={"folder": tmp_path / "undisturbed"})
+    ranks(2, drive, undisturbed, 2)
+    ranks(2, drive, config, 2, 5)
+    other = make(model=dict(moe=moe), parallel=dict(pp=2)).model_copy(update={"folder": tmp_path / "other"})
+    shutil.copytree(config.run_folder, other.run_folder)
+    ranks(2, drive, config, 2)
+    assert losses(config) == losses(undisturbed) and evaluations(config) == evaluations(undisturbed)
+    ranks(2, drive, other, 2)
+    records, others, wanted = (
+        [r for r in read_records(c.run_folder / METRICS_FILE) if r["kind"] == "train"]
+        for c in (config, other, undisturbed)
+    )
+    keys = {key for key in wanted[0] if key.startswith(("moe/", "loss", "grad_norm"))}
+    assert {"moe/aux_loss", "moe/z_loss", "moe/dropped_tokens", "moe/load_imbalance_layer_1"} < keys
+    for key in keys:
+        assert [r[key] for r in records] == [r[key] for r in wanted]
+        assert [r[key] for r in others] == pytest.approx([r[key] for r in wanted], rel=1e-9), key
+    assert wanted[-1]["moe/dropped_tokens"] > 0
+    with pytest.raises(RankFailure, match=r"is of another model: model\.moe\.scale was 1\.0 and is 2\.0"):
+        ranks(2, drive, make(model=dict(moe=dict(moe, scale=2.0))), 2)
+    freed = make(model=dict(moe=dict(moe, aux_loss=0.0, bias_rate=0.0, capacity=None)), train=dict(steps=STEPS + 1))
+    ranks(2, drive, freed, 2)
+    assert len(losses(freed)) == STEPS + 1
 
 
 def test_the_layout_may_change_between_lives(ranks, make, tmp_path):

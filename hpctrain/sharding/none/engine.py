@@ -155,7 +155,7 @@ class PlainEngine(Engine):
             ends.append((ticket.routers, torch.full_like(ticket.routers, share)))
         trained = [end for end in ends if end[0].requires_grad]
         if trained:
-            torch.autograd.backward(*zip(*trained))
+            torch.autograd.backward([end for end, _ in trained], [of_end for _, of_end in trained])
 
     def _update(self, lr: float) -> None:
         for group in self.optimizer.param_groups:

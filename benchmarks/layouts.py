@@ -6,7 +6,7 @@ take a step each in turn (`benchmarks/rounds.py`). Reported are medians over rou
 beside the peer of the same kind, and beside two processes of our own plain step that do half the work each and never
 talk: what two ranks could reach at most.
 
-    python -m benchmarks.layouts [--rounds 25] [--only tensor pipeline data] [--megatron PYTHON] [KEY=VALUE ...]
+    python -m benchmarks.layouts [--rounds 25] [--only tensor pipeline data context] [--megatron PYTHON] [KEY=VALUE ...]
 """
 
 from __future__ import annotations
@@ -66,8 +66,20 @@ LAYOUTS: dict[str, dict[str, list[str]]] = {
         "dp=2, ZeRO 2": ["sharding.stage=2"],
         "dp=2, ZeRO 3": ["sharding.stage=3"],
     },
+    "context": {
+        "cp=2, ring": ["parallel.cp=2"],
+        "cp=2, ulysses": ["parallel.cp=2", "parallel.cp_method=ulysses"],
+    },
 }
 """What of ours takes part, and its settings beside the shape."""
+
+FAMILY_SHAPES = {
+    "context": ("data.seq=2048", "model.max_seq=2048", "train.global_batch=2", "train.micro_batch=1"),
+}
+"""What a family changes of the shape: here as many tokens a step, in two long samples."""
+
+WHOLE = {"context": "one process that does the whole sequence"}
+"""A further contender, which does all of the work alone."""
 
 PEERS: dict[str, tuple[Any, tuple[Any, ...], tuple[str, ...]]] = {
     "DTensor": (native.tensor_parallel, (False,), ("tp=2",)),
@@ -92,6 +104,7 @@ PEERS: dict[str, tuple[Any, tuple[Any, ...], tuple[str, ...]]] = {
 
 def contenders(family: str, overrides: Sequence[str], python: str | None) -> list[Contender]:
     """All of a family."""
+    overrides = [*FAMILY_SHAPES.get(family, ()), *overrides]
     mine = {name: config_of([*overrides, *settings], 2) for name, settings in LAYOUTS[family].items()}
     one = config_of(overrides, 1)
     half = config_of([*overrides, f"train.global_batch={one.train.global_batch // 2}"], 1)
@@ -99,6 +112,8 @@ def contenders(family: str, overrides: Sequence[str], python: str | None) -> lis
         Contender(LIMIT, ours, (half, 1), world=0, copies=2),
         Contender(PLAIN, native.alone, (half,), world=0, copies=2),
     ]
+    if family in WHOLE:
+        out.append(Contender(WHOLE[family], ours, (one, 1), world=0))
     out += [Contender(name, ours, (config, 2)) for name, config in mine.items()]
     for name, (build, args, beside) in PEERS.items():
         if set(beside) & mine.keys():
@@ -142,13 +157,14 @@ def measure(
     Raises:
         RuntimeError: one of ours failed.
     """
-    config, load_before = config_of(overrides, 1), os.getloadavg()[0]
-    tokens = config.train.global_batch * config.data.seq
+    load_before = os.getloadavg()[0]
     out: dict[str, Any] = {"overrides": list(overrides), "rounds": rounds, "families": {}, "cannot_run": {}, "rows": []}
     for family in families:
+        config = config_of([*FAMILY_SHAPES.get(family, ()), *overrides], 1)
+        tokens = config.train.global_batch * config.data.seq
         records = race(contenders(family, overrides, python), rounds)
         failed = {name: record.error for name, record in records.items() if record.error is not None}
-        if lost := failed.keys() & {LIMIT, PLAIN, *LAYOUTS[family]}:
+        if lost := failed.keys() & {LIMIT, PLAIN, *LAYOUTS[family], WHOLE.get(family)}:
             raise RuntimeError("\n".join(f"{name}: {failed[name]}" for name in lost))
         same_work(records, config)
         out["families"][family] = {name: facts(records, name, tokens) for name in records if name not in failed}
@@ -185,6 +201,7 @@ def rows(records: dict[str, Record], family: str, tokens: int) -> list[list[str]
     out = [row(LIMIT, PLAIN)]
     for name in LAYOUTS[family]:
         out += [row(name, peer) for peer, (_, _, beside) in PEERS.items() if name in beside]
+        out += [row(name, WHOLE[family])] if family in WHOLE else []
         out.append(row(name, LIMIT))
     return out
 

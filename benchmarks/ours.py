@@ -33,7 +33,7 @@ def ours(config: RunConfig, world: int) -> Work:
     def step() -> float:
         return train_step(config, pipeline, engine, batch, config.optimizer.lr)[0].mean
 
-    return Work(step, owned / mesh.dp.size)
+    return Work(step, owned / mesh.loss.size)
 
 
 def random_tokens(config: RunConfig, part: int = 0, parts: int = 1):  # type: ignore[no-untyped-def]

@@ -6,7 +6,7 @@ take a step each in turn (`benchmarks/rounds.py`). Reported are medians over rou
 beside the peer of the same kind, and beside two processes of our own plain step that do half the work each and never
 talk: what two ranks could reach at most, but for AdamW, which there goes over the whole model in both.
 
-    python -m benchmarks.layouts [--rounds 25] [--only tensor pipeline data] [--megatron PYTHON] [KEY=VALUE ...]
+    python -m benchmarks.layouts [--rounds 25] [--only tensor pipeline data context] [--megatron PYTHON] [KEY=VALUE ...]
 """
 
 from __future__ import annotations
@@ -71,10 +71,21 @@ LAYOUTS: dict[str, dict[str, list[str]]] = {
     "experts": {
         "8 experts, ep=2": ["parallel.ep=2"],
     },
+    "context": {
+        "cp=2, ring": ["parallel.cp=2"],
+        "cp=2, ulysses": ["parallel.cp=2", "parallel.cp_method=ulysses"],
+    },
 }
 """What of ours takes part, and its settings beside the shape."""
 
 DENSE = "torch DDP, dense, of the same active FLOPs"
+FAMILY_SHAPES = {
+    "context": ("data.seq=2048", "model.max_seq=2048", "train.global_batch=2", "train.micro_batch=1"),
+}
+"""What a family changes of the shape: here as many tokens a step, in two long samples."""
+
+WHOLE = {"context": "one process that does the whole sequence"}
+"""A further contender, which does all of the work alone."""
 
 PEERS: dict[str, tuple[Any, tuple[Any, ...], tuple[str, ...]]] = {
     "DTensor": (native.tensor_parallel, (False,), ("tp=2",)),
@@ -110,6 +121,8 @@ def contenders(family: str, overrides: Sequence[str], python: str | None) -> lis
         Contender(LIMIT, ours, (half, 1), world=0, copies=2),
         Contender(PLAIN, native.alone, (half,), world=0, copies=2),
     ]
+    if family in WHOLE:
+        out.append(Contender(WHOLE[family], ours, (one, 1), world=0))
     out += [Contender(name, ours, (config, 2)) for name, config in mine.items()]
     for name, (build, args, beside) in PEERS.items():
         if set(beside) & mine.keys():
@@ -119,9 +132,10 @@ def contenders(family: str, overrides: Sequence[str], python: str | None) -> lis
 
 
 def shape_of(family: str, overrides: Sequence[str]) -> list[str]:
-    """Overrides of a family's shape: experts two of which have as many columns as the MLP in their place."""
+    """Overrides of a family's shape. Two experts have as many columns as the MLP in whose place they are."""
+    overrides = [*FAMILY_SHAPES.get(family, ()), *overrides]
     if family != "experts":
-        return list(overrides)
+        return overrides
     ffn = config_of(overrides, 1).model.ffn_width // 2
     return [*overrides, "model.moe.experts=8", "model.moe.top_k=2", f"model.moe.ffn={ffn}"]
 
@@ -162,15 +176,16 @@ def measure(
     Raises:
         RuntimeError: one of ours failed.
     """
-    config, load_before = config_of(overrides, 1), os.getloadavg()[0]
-    tokens = config.train.global_batch * config.data.seq
+    load_before = os.getloadavg()[0]
     out: dict[str, Any] = {"overrides": list(overrides), "rounds": rounds, "families": {}, "cannot_run": {}, "rows": []}
     for family in families:
+        config = config_of(shape_of(family, overrides), 1)
+        tokens = config.train.global_batch * config.data.seq
         records = race(contenders(family, overrides, python), rounds)
         failed = {name: record.error for name, record in records.items() if record.error is not None}
-        if lost := failed.keys() & {LIMIT, PLAIN, *LAYOUTS[family]}:
+        if lost := failed.keys() & {LIMIT, PLAIN, *LAYOUTS[family], WHOLE.get(family)}:
             raise RuntimeError("\n".join(f"{name}: {failed[name]}" for name in lost))
-        same_work(records, config_of(shape_of(family, overrides), 1))
+        same_work(records, config)
         out["families"][family] = {name: facts(records, name, tokens) for name in records if name not in failed}
         out["cannot_run"] |= failed
         out["rows"] += rows(records, family, tokens)
@@ -205,6 +220,7 @@ def rows(records: dict[str, Record], family: str, tokens: int) -> list[list[str]
     out = [row(LIMIT, PLAIN)]
     for name in LAYOUTS[family]:
         out += [row(name, peer) for peer, (_, _, beside) in PEERS.items() if name in beside]
+        out += [row(name, WHOLE[family])] if family in WHOLE else []
         out.append(row(name, LIMIT))
     return out
 

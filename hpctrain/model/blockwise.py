@@ -191,14 +191,14 @@ def _tiles(sight: Sight, at: slice, keys: Tensor) -> Iterator[tuple[slice, Tenso
 def _scores(rows: Tensor, keys: Tensor, hidden: Tensor | None, groups: int) -> Tensor:
     scores = rows @ keys.mT
     if hidden is not None:
-        scores.unflatten(2, (groups, -1)).masked_fill_(hidden[:, None, None], -torch.inf)
+        torch.unflatten(scores, 2, (groups, -1)).masked_fill_(hidden[:, None, None], -torch.inf)
     return scores
 
 
 def _gather(t: Tensor, at: slice, groups: int) -> Tensor:
     """[batch, heads, seq, n] -> [batch, kv_heads, heads of each x places, n], in float32 or wider."""
-    return _wide(t[:, :, at]).unflatten(1, (-1, groups)).flatten(2, 3)
+    return torch.unflatten(_wide(t[:, :, at]), 1, (-1, groups)).flatten(2, 3)
 
 
 def _scatter(into: Tensor, at: slice, t: Tensor, groups: int) -> None:
-    into[:, :, at] = t.unflatten(2, (groups, -1)).flatten(1, 2)
+    into[:, :, at] = torch.unflatten(t, 2, (groups, -1)).flatten(1, 2)

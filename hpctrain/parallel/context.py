@@ -102,10 +102,10 @@ class UlyssesAttention(nn.Module):
         copies = self.axis.size // math.gcd(k.shape[HEADS], self.axis.size)
         if copies > 1:
             k, v = k.repeat_interleave(copies, HEADS), v.repeat_interleave(copies, HEADS)
-        parts = [t.unflatten(HEADS, (self.axis.size, -1)) for t in (q, k, v)]
+        parts = [torch.unflatten(t, HEADS, (self.axis.size, -1)) for t in (q, k, v)]
         heads = [t.shape[HEADS + 1] for t in parts]
         together = reshard(torch.cat(parts, HEADS + 1).flatten(HEADS, HEADS + 1), self.axis, split=HEADS, join=SEQ)
-        q, k, v = together.split(heads, HEADS)
+        q, k, v = torch.split(together, heads, HEADS)
         out = self.core(q, k, v, None) if documents is None else attend(q, k, v, documents, self.alone)
         return reshard(out, self.axis, split=SEQ, join=HEADS)
 

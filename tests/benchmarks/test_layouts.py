@@ -15,7 +15,7 @@ from hpctrain.launch.zygote import Zygote
 TINY = ("model.hidden=16", "model.heads=4", "model.kv_heads=2", "model.ffn=24", "model.vocab=512",
         "model.max_seq=16", "data.seq=8", "train.global_batch=4", "train.micro_batch=2")  # fmt: skip
 
-LAYERS = {"tensor": 1, "pipeline": 4, "data": 1, "experts": 1}
+LAYERS = {"tensor": 1, "pipeline": 4, "data": 1, "experts": 1, "context": 1}
 """Those that a family needs."""
 
 
@@ -25,9 +25,10 @@ def test_all_run(zygote: Zygote, family: str) -> None:
     ran, ours = set(result["families"][family]), layouts.LAYOUTS[family]
     peers = {name for name, (_, _, beside) in layouts.PEERS.items() if set(beside) & ours.keys()}
     absent = {name for name in peers if name.startswith("megatron")}
-    assert ran == {layouts.LIMIT, layouts.PLAIN, *ours, *peers} - absent
+    whole = {layouts.WHOLE[family]} if family in layouts.WHOLE else set()
+    assert ran == {layouts.LIMIT, layouts.PLAIN, *whole, *ours, *peers} - absent
     assert result["cannot_run"].keys() == absent
-    assert len(result["rows"]) == 1 + len(ours) + sum(
+    assert len(result["rows"]) == 1 + len(ours) * (1 + len(whole)) + sum(
         name in beside for name in ours for _, _, beside in layouts.PEERS.values()
     )
     for _, measured, beside, ratio in result["rows"]:

@@ -114,6 +114,8 @@ LAYOUTS = {
     "dp2": (dict(tp=1), 2),
     "tp2dp2": (dict(tp=2), 4),
     "pp2": (dict(pp=2), 2),
+    "cp2dp2": (dict(cp=2), 4),
+    "cp2pp2-ulysses": (dict(cp=2, pp=2, cp_method="ulysses"), 4),
     "pp2dp2-zb": (dict(pp=2, schedule="zb-h1"), 4),
 }
 
@@ -121,7 +123,7 @@ LAYOUTS = {
 def test_every_layout_has_the_same_losses(ranks, make, tmp_path):
     curves = {}
     for name, (parallel, world) in LAYOUTS.items():
-        config = make(parallel=parallel).model_copy(update={"folder": tmp_path / name})
+        config = make(parallel=parallel, data=dict(seq=28)).model_copy(update={"folder": tmp_path / name})
         ranks(world, drive, config, world)
         curves[name] = [*losses(config).values(), *evaluations(config)]
     assert len(curves["one"]) == STEPS + 1

@@ -32,12 +32,12 @@ def verify(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, st
 
 def test_layouts_pass_each_with_its_own_tolerance(capsys: pytest.CaptureFixture[str]) -> None:
     layouts = "tp=2,sp=true,data.seq=14;pp=2,schedule=1f1b;pp=2,schedule=zb-h1;"
-    layouts += "dp=2,sharding.stage=3;tp=2,pp=2,sharding.stage=1"
+    layouts += "dp=2,sharding.stage=3;tp=2,pp=2,sharding.stage=1;cp=2,dp=2,cp_method=ulysses,data.seq=14"
     status, out, err = verify(capsys, "--layouts", layouts, "--json")
     found = json.loads(out)
     assert status == 0, (found, err)
     assert [(v["layout"], v["ok"]) for v in found] == [(layout, True) for layout in layouts.split(";")]
-    assert [v["precision"] for v in found] == ["float64"] * 3 + ["float32"] * 2
+    assert [v["precision"] for v in found] == ["float64"] * 3 + ["float32"] * 2 + ["float64"]
     for verdict in found:
         for kind in ("loss", "norm", "gradient", "weight"):
             assert 0 <= verdict[kind]["difference"] <= verdict[kind]["limit"]

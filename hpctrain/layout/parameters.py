@@ -132,6 +132,13 @@ def parameter_specs(model: ModelConfig) -> tuple[ParameterSpec, ...]:
     return tuple(out)
 
 
+def active(spec: ParameterSpec, model: ModelConfig) -> int:
+    """How many of a parameter's elements a token is multiplied with: of experts those of top_k."""
+    if model.moe is None or "experts" not in spec.cuts:
+        return spec.numel
+    return spec.numel // model.moe.experts * model.moe.top_k
+
+
 def bias_specs(model: ModelConfig) -> tuple[ParameterSpec, ...]:
     """The biases of routers that balance the load: no parameters, for no gradient moves them, but state of a run."""
     if model.moe is None or model.moe.bias_rate is None:

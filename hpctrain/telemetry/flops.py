@@ -17,7 +17,7 @@ import re
 from dataclasses import dataclass
 
 from hpctrain.config.schema import ModelConfig, Precision
-from hpctrain.layout.parameters import parameter_specs
+from hpctrain.layout.parameters import active, parameter_specs
 
 HALF: tuple[Precision, ...] = ("bf16", "fp16")
 FP16: tuple[Precision, ...] = ("fp16",)
@@ -86,10 +86,8 @@ class Throughput:
 def matmul_weights(model: ModelConfig) -> int:
     """Weights that every token is multiplied with: the layers' matrices, of experts those of top_k, and the output
     head, tied or not."""
-    specs = [s for s in parameter_specs(model) if s.layer is not None and s.decay]
-    routed = sum(s.numel for s in specs if "experts" in s.cuts)
-    active = routed * model.moe.top_k // model.moe.experts if model.moe else 0
-    return sum(s.numel for s in specs if "experts" not in s.cuts) + active + model.vocab * model.hidden
+    layers = sum(active(s, model) for s in parameter_specs(model) if s.layer is not None and s.decay)
+    return layers + model.vocab * model.hidden
 
 
 def flops_per_token(model: ModelConfig, seq: int) -> TokenFlops:

@@ -11,7 +11,7 @@ from hpctrain.config.load import description, dump, load, recipes
 from hpctrain.config.schema import RunConfig
 from hpctrain.config.validate import validate
 from hpctrain.errors import ConfigError
-from hpctrain.layout.parameters import parameter_specs
+from hpctrain.layout.parameters import active, parameter_specs
 
 JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 
@@ -38,15 +38,15 @@ def show(recipe: str, overrides: tuple[str, ...], as_json: bool) -> None:
 @JSON
 def list_(as_json: bool) -> None:
     """List the recipes of the package: name, parameters, what it is."""
-    rows = [(sum(s.numel for s in parameter_specs(load(n).model)), n, description(n), _lacks(n)) for n in recipes()]
-    rows.sort()
+    rows = sorted((*_sizes(name), name, description(name), _lacks(name)) for name in recipes())
     if as_json:
-        names = ("parameters", "name", "description", "lacks")
+        names = ("parameters", "active", "name", "description", "lacks")
         click.echo(json.dumps([dict(zip(names, row)) for row in rows], indent=2))
         return
-    for parameters, name, about, lacks in rows:
+    width = max(len(name) for _, _, name, _, _ in rows)
+    for parameters, _, name, about, lacks in rows:
         note = f" (cannot run yet: {lacks})" if lacks else ""
-        click.echo(f"{name:12} {_short(parameters):>6}  {about}{note}")
+        click.echo(f"{name:{width}} {_short(parameters):>6}  {about}{note}")
 
 
 @config.command(epilog="\b\nExample:  hpctrain config schema | grep -A1 optimizer")
@@ -62,6 +62,13 @@ def schema(as_json: bool) -> None:
         else:
             click.echo(f"{key.path}={_plain(key.default)}")
             click.echo("    " + f"{key.allowed.removeprefix('must be ')}. {key.description}".strip())
+
+
+def _sizes(name: str) -> tuple[int, int]:
+    """Parameters of a recipe's model, and those that a token uses."""
+    model = load(name).model
+    specs = parameter_specs(model)
+    return sum(spec.numel for spec in specs), sum(active(spec, model) for spec in specs)
 
 
 def _lacks(name: str) -> str:

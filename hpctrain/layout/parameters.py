@@ -132,6 +132,13 @@ def parameter_specs(model: ModelConfig) -> tuple[ParameterSpec, ...]:
     return tuple(out)
 
 
+def active(spec: ParameterSpec, model: ModelConfig) -> int:
+    """How many of a parameter's elements a token is multiplied with: of experts those of top_k."""
+    if model.moe is None or "experts" not in spec.cuts:
+        return spec.numel
+    return spec.numel // model.moe.experts * model.moe.top_k
+
+
 def bias_specs(model: ModelConfig) -> tuple[ParameterSpec, ...]:
     """The biases of routers that balance the load: no parameters, for no gradient moves them, but state of a run."""
     if model.moe is None or model.moe.bias_rate is None:
@@ -148,7 +155,5 @@ def saved_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
 def matmul_weights(model: ModelConfig) -> int:
     """Weights that every token is multiplied with: the layers' matrices, of experts those of top_k, and the output
     head, tied or not."""
-    specs = [s for s in parameter_specs(model) if s.layer is not None and s.decay]
-    routed = sum(s.numel for s in specs if "experts" in s.cuts)
-    active = routed * model.moe.top_k // model.moe.experts if model.moe else 0
-    return sum(s.numel for s in specs if "experts" not in s.cuts) + active + model.vocab * model.hidden
+    layers = sum(active(s, model) for s in parameter_specs(model) if s.layer is not None and s.decay)
+    return layers + model.vocab * model.hidden

@@ -34,6 +34,12 @@ def test_a_step_on_a_gpu_in_fp16_with_skips() -> None:
     assert text.endswith("  loss_scale 65536  skipped 2")
 
 
+def test_a_step_of_experts() -> None:
+    loads: Record = {"moe/load_imbalance": 1.678, "moe/dropped_tokens": 1234.0}
+    assert line({**STEP.record(), **loads}).endswith("comm 12%  load 1.68x  dropped 1,234")
+    assert line({**STEP.record(), **loads, "moe/dropped_tokens": 0.0}).endswith("comm 12%  load 1.68x")
+
+
 def test_an_evaluation_and_an_event() -> None:
     record = EvalMetrics(100, 2.5, 4096, 0.2, unigram_entropy=3.25).record()
     assert line(record, 300) == "step 100/300  validation loss 2.5000  unigram entropy 3.2500  over 4,096 tokens"

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from hpctrain.config.load import load
 from hpctrain.config.schema import ModelConfig, MoeConfig
+from hpctrain.layout import parameters
 from hpctrain.layout.parameters import matmul_weights
 from hpctrain.telemetry.flops import Throughput, flops_per_token, peak_flops
 
@@ -58,7 +59,8 @@ def test_gpt_palm_is_the_closed_form_of_the_megatron_papers() -> None:
 def test_a_token_uses_a_part_of_the_experts(name: str, active: int) -> None:
     """12.9B of Mixtral (arXiv 2401.04088) and 3.3B of Qwen3-30B-A3B (2505.09388), embeddings included there."""
     model = load(name).model
-    norms = model.hidden * (2 * model.layers + 1) + (2 * model.head_width * model.layers if model.qk_norm else 0)
+    assert sum(parameters.active(spec, model) for spec in parameters.parameter_specs(model)) == active
+    norms = sum(spec.numel for spec in parameters.parameter_specs(model) if not spec.decay)
     assert matmul_weights(model) + model.vocab * model.hidden + norms == active
 
 

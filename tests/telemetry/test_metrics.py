@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -42,6 +43,14 @@ def test_a_step_is_flat_and_every_key_is_documented() -> None:
     assert metrics.__doc__ is not None
     for key in {**train, **evaluation, **event("start", 0)}:
         assert f"`{key}`" in metrics.__doc__, key
+
+
+def test_routers_stand_beside_the_rest() -> None:
+    loads = {"moe/aux_loss": 1.02, "moe/z_loss": 4.5, "moe/dropped_tokens": 3.0, "moe/load_imbalance": 1.4}
+    train = replace(STEP, moe={**loads, "moe/load_imbalance_layer_3": 1.4}).record()
+    assert {key: train[key] for key in loads} == loads and "moe" not in train
+    assert metrics.__doc__ is not None
+    assert all(f"`{key}`" in metrics.__doc__ for key in (*loads, "moe/load_imbalance_layer_N"))
 
 
 def test_numbers_that_json_lacks_are_written_in_words_and_come_back() -> None:

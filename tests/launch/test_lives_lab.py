@@ -7,12 +7,16 @@ from pathlib import Path
 
 import pytest
 
+from hpctrain.config.load import load
 from hpctrain.lab import Cluster, kill_node, start_node
 from hpctrain.launch import succession
-from hpctrain.launch.jobs import states, wait
+from hpctrain.launch.jobs import states
 from hpctrain.launch.lives import MAX_WITHOUT_PROGRESS, lives
 from hpctrain.launch.postmortem import reasons
-from tests.launch.training import build_corpus, ended, events, frozen, log_of, losses, ranks_on, records, submit
+from hpctrain.launch.slurm import submit as send
+from tests.launch import jobs
+from tests.launch.submission import request
+from tests.launch.training import TINY, build_corpus, ended, events, frozen, log_of, losses, ranks_on, records, submit
 from tests.user import until
 
 pytestmark = [pytest.mark.slurm, pytest.mark.xdist_group("slurm"), pytest.mark.usefixtures("on_the_lab")]
@@ -47,20 +51,15 @@ def test_the_orphan_of_a_job_on_one_node_saves_and_makes_way(slurm: Cluster, tmp
 
 
 def test_a_job_that_comes_no_further_is_given_up(slurm: Cluster, tmp_path: Path, corpus: Path) -> None:
-    """Each life is warned of its time limit as soon as it begins, so it makes a step, saves, and requeues its job."""
-    run, profile = tmp_path / "run", tmp_path / "mine.yaml"
-    profile.write_text("about: warned at once\ntime: '30'\nsignal_lead_s: 1799\n")
-    job = submit(tmp_path, corpus, "run", *ONE, "checkpoint.every=0", f"cluster.profile={profile}")
-
-    def over() -> bool:
-        slurm.run(["scancel", "--signal=USR2", job], check=False)
-        time.sleep(0.3)
-        return states([job])[job].ended
-
-    until(over)
-    (state,) = wait([job], 0.3)
-    assert state.state == "FAILED" and events(run, "stop") == list(range(1, MAX_WITHOUT_PROGRESS + 1)), records(run)
+    """Each life is warned of its time limit before it trains, so it makes a step, saves, and requeues its job."""
+    run = tmp_path / "run"
+    where = ("name=run", f"folder={tmp_path}", f"data.corpus={corpus}", "checkpoint.every=0")
+    settings = load("gpt-tiny", (*TINY, *ONE, *where)).model_dump(mode="json")
+    made = request(tmp_path, jobs.train_warned, settings, profile={"time": "30", "signal_lead_s": 1799})
+    (job,) = send(made, lambda text: None)[0].ids
+    assert ended(job) == "FAILED", log_of(run, job)
+    assert events(run, "stop") == list(range(1, MAX_WITHOUT_PROGRESS + 1))
     assert [life.step for life in lives(run)] == list(range(MAX_WITHOUT_PROGRESS + 1))
     assert any("4 lives in a row" in said and "not tried again" in said for said in reasons(run / "logs", job))
     time.sleep(2 * slurm.spec.requeue_delay_s)
-    assert states([job])[job] == state, "it has not been requeued"
+    assert states([job])[job].state == "FAILED", "it has not been requeued"

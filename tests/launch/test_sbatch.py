@@ -84,9 +84,10 @@ def put(folder: Path, name: str, script: str) -> None:
     (folder / name).chmod(0o755)
 
 
-def execute(
-    script: str, folder: Path, **env: str
-) -> tuple[list[str], dict[str, str], subprocess.CompletedProcess[str]]:
+Done = subprocess.CompletedProcess[str]
+
+
+def execute(script: str, folder: Path, **env: str) -> tuple[list[str], dict[str, str], Done]:
     """Run a script with an srun that notes what it was given: its arguments, its environment; and how it ended.
 
     STATUS is that of srun, LEAVES a command that the ranks run, and squeue says what ANSWER has.
@@ -245,19 +246,23 @@ def test_a_submission_that_was_withdrawn_does_nothing(tmp_path: Path) -> None:
 def test_a_prologue_that_fails_is_the_end(tmp_path: Path) -> None:
     scripts: list[str] = []
 
-    def run(prologue: str) -> tuple[bool, subprocess.CompletedProcess[str]]:
+    def run(prologue: str, number: int) -> tuple[bool, Done]:
         (tmp_path / "args").unlink(missing_ok=True)
         scripts.append(sbatch_text(config(), made(prologue), Options(), JobFolders(tmp_path / "run", STAMP), PYTHON))
-        *_, done = execute(scripts[-1], tmp_path, SLURM_JOB_ID="7", STATUS="3")
+        given = {"SLURM_JOB_ID": str(number), "STATUS": "3", "ANSWER": "RUNNING|None", "LEAVES": LEAVES}
+        *_, done = execute(scripts[-1], tmp_path, **given)
         return (tmp_path / "args").exists(), done
 
     module = 'module() { false; [ "$2" = cuda ]; }'
     put(tmp_path, "read.sh", "false\ntrue")
-    for harmless in ("false || true", "[ -e /nowhere ] && export A=1", "set -euo pipefail", "source ./read.sh"):
-        ran, done = run(f"{module}\nmodule load cuda\n{harmless}")
+    put(tmp_path, "scontrol", f'echo "scontrol $*" >>{tmp_path}/asked')
+    good = ("false || true", "[ -e /nowhere ] && export A=1", "set -euo pipefail", "source ./read.sh")
+    for number, harmless in enumerate(good):
+        ran, done = run(f"{module}\nmodule load cuda\n{harmless}", number)
         assert ran and (done.returncode, done.stderr) == (3, ""), harmless
+        assert f"scontrol requeue {number}" in (tmp_path / "asked").read_text(), f"{harmless}: not for what is ours"
     for harmful in ("module load cudda", "no-such-command 2>/dev/null", "source ./gone.sh 2>/dev/null"):
-        ran, done = run(f"{module}\n{harmful}\nexport A=1")
+        ran, done = run(f"{module}\n{harmful}\nexport A=1", 9)
         assert not ran and done.returncode == 1, harmful
         number = 1 + scripts[-1].splitlines().index(harmful)
         assert done.stderr.startswith("error: the prologue failed with status "), done.stderr

@@ -22,7 +22,7 @@ from hpctrain.data.build import build
 from hpctrain.data.sources import list_sources
 from hpctrain.errors import LaunchError
 from hpctrain.launch.identity import Identity
-from hpctrain.launch.stop import StopRequest
+from hpctrain.launch.stop import SIGNALS, StopRequest, hold_back
 from hpctrain.launch.zygote import RankFailure
 from hpctrain.sharding import scaler
 from hpctrain.sharding.deepspeed.engine import DeepSpeedEngine
@@ -170,6 +170,23 @@ def test_a_rank_that_finds_the_run_done_builds_nothing(ranks, make):
     assert (summary.steps, summary.steps_now, summary.stopped) == (STEPS, 0, False)
     assert summary.loss == evaluations(config)[-1] and summary.unigram_entropy > 0
     assert (config.run_folder / METRICS_FILE).read_bytes() == before
+
+
+def as_a_rank(config, warned):
+    from hpctrain.train.run import rank_main
+
+    if warned:
+        hold_back(SIGNALS)
+        os.kill(os.getpid(), signal.SIGTERM)
+    return rank_main(config.model_dump(mode="json"), False).steps
+
+
+def test_a_rank_that_is_asked_to_stop_takes_no_time_for_a_picture(ranks, make):
+    """It may have no more than is needed to leave."""
+    config = make(train=dict(precision="float32"), checkpoint=dict(every=0))
+    for warned, steps in ((True, 1), (False, STEPS)):
+        assert ranks(0, as_a_rank, config, warned) == [steps]
+        assert (config.run_folder / "loss.png").exists() is not warned
 
 
 @pytest.mark.parametrize(

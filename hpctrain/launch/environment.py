@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
+from hpctrain.errors import ConfigError
 from hpctrain.launch.identity import without_identity
 
 KEPT = frozenset({"SLURM_CONF", "SLURM_CLUSTERS", "SLURM_JWT"})
@@ -41,6 +42,25 @@ def overruled(script: str) -> set[str]:
     flags = re.findall(r"^#SBATCH --([a-z0-9-]+)", script, re.MULTILINE)
     names = [name for flag in flags for name in _SAID_ELSEWHERE.get(flag, (flag.upper().replace("-", "_"),))]
     return {f"SBATCH_{name}" for name in (*names, "WAIT")}  # with the last, sbatch would stay until the job has ended
+
+
+def one_cluster(env: Mapping[str, str]) -> None:
+    """Refuse to queue a job where Slurm's other commands would not look for it, or not there alone.
+
+    A job that is not found counts as forgotten, so a second one would be let into its run folder; and an id names
+    another job on another cluster.
+
+    Raises:
+        ConfigError: names the variable.
+    """
+    only = env.get("SLURM_CLUSTERS", "")
+    if "," in only or only == "all":
+        why = "is more than one cluster, and job ids are of one"
+        raise ConfigError("SLURM_CLUSTERS", only, why, "name one of them")
+    other = env.get("SBATCH_CLUSTERS", only)
+    if other != only:
+        why = "is read by sbatch alone, so the job would not be found again"
+        raise ConfigError("SBATCH_CLUSTERS", other, why, "set SLURM_CLUSTERS to it, which all of Slurm's commands read")
 
 
 def submission_environment(env: Mapping[str, str], script: str = "") -> dict[str, str]:

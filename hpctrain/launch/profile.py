@@ -34,10 +34,11 @@ Line = Annotated[str, Field(pattern=r"^[^\n\r]*$")]
 OWN_FLAGS = {
     *("array", "chdir", "cpus-per-task", "dependency", "error", "gpus-per-node", "gres", "job-name", "nodes", "ntasks"),
     *("ntasks-per-node", "open-mode", "output", "requeue", "signal"),
-    *("no-requeue", "test-only", "wait"),
+    *("cluster", "clusters", "no-requeue", "test-only", "wait"),
 }
-"""Flags of sbatch that are written from the configuration, or would take away what it counts on (a job that requeues
-itself, an sbatch that queues it and returns), so a profile cannot set them."""
+"""Flags of sbatch that are written from the configuration, or would take away what it counts on (a job that is where
+Slurm's other commands look for it, and requeues itself; an sbatch that queues it and returns), so a profile cannot set
+them."""
 
 
 def _foreign(flags: dict[str, Any]) -> dict[str, Any]:

@@ -18,8 +18,8 @@ from submitit.slurm.slurm import SlurmExecutor, SlurmJob
 
 from hpctrain.config.schema import RunConfig
 from hpctrain.errors import LaunchError
-from hpctrain.launch import client, snapshot
-from hpctrain.launch.environment import submission_environment
+from hpctrain.launch import client, leftovers, snapshot
+from hpctrain.launch.environment import one_cluster, submission_environment
 from hpctrain.launch.jobs import Job, cancel, refuse_second, whole
 from hpctrain.launch.profile import Site
 from hpctrain.launch.sbatch import JobFolders, Options, sbatch_text
@@ -91,7 +91,9 @@ def submit(request: Request, warn: Callable[[str], None]) -> list[Job]:
 
     Raises:
         LaunchError: the run has a job already, or Slurm refuses, in its own words.
+        ConfigError: the environment names another cluster to sbatch than to the rest of Slurm.
     """
+    one_cluster(os.environ)
     refuse_second(*(config.run_folder for config in request.configs))
     with ExitStack() as undo:
         for folder in (request.home, *(config.run_folder for config in request.configs)):
@@ -116,6 +118,8 @@ def submit(request: Request, warn: Callable[[str], None]) -> list[Job]:
         if request.array:
             _job(request, [job_id for link in chain for job_id in link], where).write(request.home)
         undo.pop_all()
+    with suppress(LaunchError, OSError):
+        leftovers.clear(request.home, stamp)
     return jobs
 
 

@@ -13,6 +13,7 @@ from hpctrain.layout.layout import Layout
 from hpctrain.layout.memory import COMPUTE_BYTES
 from hpctrain.layout.parameters import parameter_specs
 from hpctrain.layout.placement import place, placements, tied_copy
+from hpctrain.layout.schedule import ZERO_BUBBLE
 from hpctrain.layout.stages import Stage, stages, stages_of
 
 NUMBERS_OF_LOSS = 4
@@ -57,7 +58,8 @@ def tensor_traffic(config: RunConfig, layout: Layout, rank: int = 0) -> Traffic:
 
     With A bytes of an activation [micro_batch, seq, hidden] a micro-batch sends, without sequence parallelism, for
     each layer 4 all-reduces of A; with it, 4 reduce-scatters of A and 6 all-gathers of A / tp, two of which bring
-    back the inputs of column-parallel linears that were not kept. Full recomputation runs a layer's forward again.
+    back the inputs of column-parallel linears that were not kept; a schedule that leaves weights for later has 2 more
+    for output gradients of row-parallel ones. Full recomputation runs a layer's forward again.
     Embedding, head and loss are sent for by the ranks of a pipeline that hold them.
     """
     if layout.tp == 1:
@@ -93,6 +95,8 @@ def _of_stage(config: RunConfig, layout: Layout, rank: int, stage: Stage) -> Tra
         sums += Payload(1, norm * wide) * (boundaries + last)
         scatters += whole * (boundaries * (forwards + 1) + first + last)  # embedding forward, head backward
         gathers += part * (boundaries * (forwards + 2) + first + 2 * last)  # embedding backward, head both ways
+        if layout.schedule in ZERO_BUBBLE:
+            gathers += part * boundaries  # output gradients once more, for weights of row-parallel linears
         if model.position == "learned":
             gathers += Payload(1, config.data.seq * model.hidden * width // layout.tp) * first
     else:

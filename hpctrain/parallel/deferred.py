@@ -68,7 +68,8 @@ class Later:
         """What the function's backward returns for `inputs`."""
         if self._deferred is None:
             return compute() if self.now else [None] * len(self._parameters)
-        self._deferred.leave(self._parameters, compute)
+        if any(self.needs):
+            self._deferred.leave(self._parameters, compute)
         return [None] * (len(self._parameters) + 1)
 
 

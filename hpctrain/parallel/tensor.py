@@ -122,7 +122,8 @@ class _RowLinear(torch.autograd.Function):
     """A linear whose input is sharded and whose output is summed; the bias is added once, after the sum.
 
     Backward gathers the output's gradient over the sequence if that is sharded, and sends nothing otherwise.
-    Either way the gradients of weight and bias see all of the sequence.
+    Either way the gradients of weight and bias see all of the sequence; left for later, they gather it again, because
+    until then only this rank's part is kept.
     """
 
     @staticmethod
@@ -137,14 +138,17 @@ class _RowLinear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         x, weight = ctx.saved_tensors
-        grad_x, grad = ctx.region.enter(grads[0], lambda rows: (rows @ weight, rows))
-        need_weight, need_bias = ctx.later.needs
+        region, later = ctx.region, ctx.later
+        own, now = grads[0], later.now
+        grad_x, *whole = region.enter(own, lambda rows: (rows @ weight, rows) if now else (rows @ weight,))
+        need_weight, need_bias = later.needs
 
         def of_parameters() -> Tensors:
+            (grad,) = whole or region.enter(own, lambda rows: (rows,))
             grad_w = _rows(grad).T @ _rows(x) if need_weight else None
             return grad_w, _rows(grad).sum(0) if need_bias else None
 
-        return grad_x, None, None, *ctx.later.gradients(of_parameters)
+        return grad_x, None, None, *later.gradients(of_parameters)
 
 
 def column_linear(

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from hpctrain.launch.environment import overruled, submission_environment
+from hpctrain.errors import ConfigError
+from hpctrain.launch.environment import one_cluster, overruled, submission_environment
 
 JOB_SCOPED = (
     *("SLURM_JOB_ID", "SLURM_JOBID", "SLURM_JOB_GPUS", "SLURM_STEP_ID", "SLURM_STEPID", "SLURM_CPU_BIND"),
@@ -72,3 +73,24 @@ def test_defaults_for_what_a_script_leaves_open_stay() -> None:
     others = {f"SBATCH_{name}": "1" for name in ("ACCOUNT", "QOS", "CONSTRAINT", "EXPORT", "CPUS_PER_GPU", "ARRAY_INX")}
     assert submission_environment(others, SCRIPT) == others
     assert overruled("#!/bin/bash\n") == {"SBATCH_WAIT"}, "with it sbatch stays until the job has ended"
+
+
+@pytest.mark.parametrize(
+    "env", [{}, {"SLURM_CLUSTERS": "a"}, {"SLURM_CLUSTERS": "a", "SBATCH_CLUSTERS": "a"}], ids=lambda env: "-".join(env)
+)
+def test_one_cluster_that_all_commands_know_is_fine(env: dict[str, str]) -> None:
+    one_cluster(env)
+
+
+@pytest.mark.parametrize(
+    ("env", "said"),
+    [
+        ({"SBATCH_CLUSTERS": "b"}, "SBATCH_CLUSTERS='b': is read by sbatch alone"),
+        ({"SLURM_CLUSTERS": "a", "SBATCH_CLUSTERS": "b"}, "set SLURM_CLUSTERS to it"),
+        ({"SLURM_CLUSTERS": "a,b"}, "SLURM_CLUSTERS='a,b': is more than one cluster"),
+        ({"SLURM_CLUSTERS": "all"}, "name one of them"),
+    ],
+)
+def test_a_job_is_not_queued_where_it_would_not_be_found(env: dict[str, str], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        one_cluster(env)

@@ -50,6 +50,7 @@ def test_a_file_with_a_prologue_beside_it(tmp_path: Path) -> None:
         ("about: x\nsbatch: {nodes: 4}\n", "nodes is not a profile's to set"),
         ("about: x\nsbatch: {no-requeue: true}\n", "no-requeue is not a profile's to set"),
         ("about: x\nsbatch: {wait: true, test-only: true}\n", "test-only, wait is not a profile's to set"),
+        ("about: x\nsbatch: {clusters: b}\n", "clusters is not a profile's to set"),
         ("about: x\nsbatch: {Bad: 4}\n", "sbatch"),
         ("about: x\nenvironment: {1BAD: a}\n", "environment"),
         ("about: x\nenvironment: {A: 'b\n\n  c'}\n", "environment"),

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from hpctrain.errors import LaunchError
+from hpctrain.errors import ConfigError, LaunchError
 from hpctrain.launch import client
 from hpctrain.launch.slurm import submit
 from tests.launch import jobs
@@ -73,3 +73,12 @@ def test_what_is_withdrawn_while_slurm_is_silent_is_left_to_the_job(
     with pytest.raises(LaunchError, match="Slurm refused the job: no"):
         submit(request(tmp_path / "runs", jobs.report, ""), print)
     assert asked() == [] and not (tmp_path / "runs").exists()
+
+
+def test_a_job_is_not_queued_where_it_would_not_be_found(
+    tmp_path: Path, asked: Callable[[], list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SBATCH_CLUSTERS", "elsewhere")
+    with pytest.raises(ConfigError, match="SBATCH_CLUSTERS"):
+        submit(request(tmp_path / "runs", jobs.report, ""), print)
+    assert not (tmp_path / "runs").exists()

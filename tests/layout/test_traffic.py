@@ -52,6 +52,7 @@ PIPELINES: list[dict[str, Any]] = [
     dict(pp=2),
     dict(pp=3, stage_layers=(0, 3, 1)),
     dict(pp=2, schedule="interleaved", chunks=2),
+    dict(pp=2, schedule="zb-h1"),
 ]
 
 

@@ -13,7 +13,7 @@ from hpctrain.layout.schedule_claims import claimed_peak
 from hpctrain.layout.stages import stages_of
 from hpctrain.layout.traffic import pipeline_bytes
 from tests.sharding.live import LiveBytes
-from tests.training import CPU, LR, global_batch, make_config, make_mesh, train_step
+from tests.training import LR, global_batch, make_config, make_mesh, train_step
 
 
 def start(config, world, prepare=lambda chunks: None):
@@ -260,30 +260,57 @@ def test_evaluation(ranks, parallel):
         assert got == pytest.approx(want, rel=1e-12)
 
 
-def test_a_split_backward_frees_all_but_what_weights_need():
-    """After the first part: per linear its input and its output's gradient, each once. After the second: nothing."""
-    from hpctrain.parallel.mesh import build_mesh
-    from hpctrain.parallel.parallelize import build_chunks
-    from hpctrain.sharding.build import build_engine
-
-    config = make_config(model=dict(layers=2, dropout=0.1), parallel=dict(schedule="zb-h1"))
-    mesh = build_mesh(Layout(), CPU)
-    chunks, records = build_chunks(config, mesh)
-    engine = build_engine(chunks, records, mesh, config)
-    batch, model = global_batch(config, 0), config.model
-    engine.begin_step(batch.valid_tokens, 2)
+def split(config, world, prepare=lambda chunks: None):
+    """Bytes on this rank beyond what stays, after a forward and after each part of its backward; and payload sent over
+    tp in the second part."""
+    mesh, engine, _ = start(config, world, prepare)
+    found = []
     with LiveBytes() as live:
+        batch = global_batch(config, 0)
+        engine.begin_step(batch.valid_tokens, 2)
         engine.backward(engine.forward(0, batch))
-        base = live.now()  # weights and gradients, which stay
+        base = live.now()  # weights and gradients
         ticket = engine.forward(0, batch)
-        kept = live.now()
+        found.append(live.now() - base)
         rest = engine.backward_input(ticket)
         del ticket
-        left = live.now()
+        found.append(live.now() - base)
+        mesh.meter.reset()
         rest()
-        end = live.now()
-    heads, kv, ffn, h = 24, 12, 40, model.hidden
-    layer = h + heads + 2 * kv + heads + h + h + 2 * ffn + ffn + h
-    ends = h + model.vocab
-    assert left - base == batch.tokens.numel() * 8 * (2 * layer + ends) < kept - base
-    assert end == base
+        found.append(live.now() - base)
+    return found, sum(traffic.bytes for (_, axis), traffic in mesh.meter.traffic.items() if axis == "tp")
+
+
+def widths(model):
+    """Of what a layer's linears leave, and of what the head does."""
+    h, kv, ffn = model.hidden, model.kv * model.head_width, model.ffn
+    return h + h + 2 * kv + h + h + h + 2 * ffn + ffn + h, h + model.vocab
+
+
+@pytest.mark.parametrize("sp", [False, True])
+def test_a_split_backward_frees_all_but_what_weights_need(ranks, sp):
+    """After the first part: per linear its input and its output's gradient, each once, and under sp of a part of the
+    sequence where the linear has all; after the second: nothing."""
+    parallel = dict(tp=1 + sp, sp=sp, schedule="zb-h1")
+    config = make_config(model=dict(layers=2, dropout=0.1, vocab=54), data=dict(seq=12), parallel=parallel)
+    layer, head = widths(config.model)
+    whole = 8 * 12 * 8
+    for (kept, left, end), _ in ranks(1 + sp, split, config, 1 + sp):
+        assert left == whole * (2 * layer + head) // (1 + sp) < kept
+        assert end == 0
+
+
+def test_a_split_backward_leaves_nothing_for_weights_that_are_frozen(ranks):
+    """And gathers nothing for them."""
+    parallel = dict(tp=2, sp=True, schedule="zb-h1")
+    config = make_config(model=dict(vocab=54), data=dict(seq=12), parallel=parallel)
+
+    def freeze(chunks):
+        for name, p in chunks[0].named_parameters():
+            p.requires_grad_(name.startswith(("embedding", "head")) or "norm" in name)
+
+    _, head = widths(config.model)
+    part = 8 * 12 * 8 // 2
+    for (_, left, end), sent in ranks(2, split, config, 2, freeze):
+        assert (left, end) == (part * head, 0)
+        assert sent == part * config.model.hidden

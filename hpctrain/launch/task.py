@@ -32,7 +32,10 @@ def slurm_task(function: Callable[..., Any], args: Sequence[Any]) -> Any:
     # One more must not end a rank that has saved. Threads that began while it listened do not block it.
     for number in SIGNALS:
         signal.signal(number, _heed_not)
-    return run_rank(_leave_word, (function, args))
+    value = run_rank(_leave_word, (function, args))
+    for number in SIGNALS:  # an interpreter that ends undoes what handlers there are, and would die of the next one
+        signal.signal(number, signal.SIG_IGN)
+    return value
 
 
 def _clear_torn_result(result: Path) -> None:

@@ -73,14 +73,14 @@ def generate_main(settings: dict[str, Any], run: Path, prompt: str, sampling: Sa
         tokenizer = tokenizer_of(corpus["tokenizer"], corpus["tokenizer_sha256"])
         model, records = build_model(config, mesh)
         load_weights(model, records, found.reader)
-        load_biases(give_biases(model, mesh.device), found.reader)
         ids = tokenizer.encode(prompt.encode(errors="surrogateescape")).tolist() or [tokenizer.end_of_document]
         text = tokenizer.decode(sample(model.eval(), mesh, ids, sampling, stop=tokenizer.end_of_document))
         return text, found.step
 
 
 def load_weights(model: Transformer, records: Records, reader: StateReader) -> None:
-    """Fill a rank's parameters from a checkpoint of any layout."""
+    """Fill a rank's parameters, and its routers' biases, from a checkpoint of any layout."""
+    load_biases(give_biases(model, next(model.parameters()).device), reader)
     for name, p in model.named_parameters():
         for box in records[name].boxes:
             region(p.data, box).copy_(reader.read(name, WEIGHT, box.start, box.shape))

@@ -67,3 +67,23 @@ def test_two_gpus_equal_the_reference(ranks, tp, free_port):
     config = make_config(parallel=dict(tp=tp))
     for got in ranks(2, losses, config, 2, free_port):
         assert got == pytest.approx(reference(config).losses, rel=1e-9)
+
+
+@pytest.mark.parametrize("counts", [[5, 0, 40, 19], [64, 0, 0, 0]])
+def test_experts_by_the_kernel_equal_those_one_by_one(counts: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Output and gradients in bf16, with experts of no token and of all."""
+    from hpctrain.config.schema import ModelConfig, MoeConfig
+    from hpctrain.model import moe
+
+    made = moe.Experts(ModelConfig(hidden=64, moe=MoeConfig(experts=4, ffn=96))).bfloat16().cuda()
+    generator = torch.Generator("cuda").manual_seed(0)
+    for p in made.parameters():
+        p.data.normal_(0.0, 0.1, generator=generator)
+    x = torch.randn(64, 64, device="cuda", generator=generator).bfloat16().requires_grad_()
+    found = []
+    for kernel in (moe.has_kernel, lambda *_: False):
+        monkeypatch.setattr(moe, "has_kernel", kernel)
+        out = made(x, torch.tensor(counts, device="cuda"))
+        found.append([out, *torch.autograd.grad(out.float().square().sum(), [x, *made.parameters()])])
+    for a, b in zip(*found):
+        torch.testing.assert_close(a, b, rtol=2e-2, atol=2e-2 * float(b.abs().max()))

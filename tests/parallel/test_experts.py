@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import functools
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from hpctrain.layout.layout import Layout
 from hpctrain.layout.parameters import bias_specs
+from hpctrain.layout.placement import placements
+from hpctrain.model.router import routers_of
+from hpctrain.model.transformer import Transformer
+from hpctrain.train.generate import load_weights
+from hpctrain.verify.samples import global_batch
 from tests.training import Trace, assemble, compare, make_config, make_mesh, reference, run, train_step
 
 MOE: dict[str, Any] = dict(experts=5, top_k=2, ffn=16, shared_ffn=10, aux_loss=0.3, z_loss=0.05, bias_rate=0.05)
@@ -113,11 +120,37 @@ def test_checkpoints_keep_the_biases(
     tmp_path: Any, ranks: Any, world: int, parallel: dict[str, Any], stage: int
 ) -> None:
     """Written by two ranks and read by others, which write each once and go on as one process would."""
-    ranks(2, lives, tmp_path, 2, {}, 0, 0, 2)
-    pieces = [piece for of_rank in ranks(world, lives, tmp_path, world, parallel, stage, 2, 3) for piece in of_rank]
+    saved = [piece for of_rank in ranks(2, lives, tmp_path, 2, {}, 0, 0, 1) for piece in of_rank]
+    assert all(values.any() for name, _, values in saved if name.endswith("router.bias"))
+    pieces = [piece for of_rank in ranks(world, lives, tmp_path, world, parallel, stage, 1, 3) for piece in of_rank]
     want = expected("drop").weights
     names = [name for name, *_ in pieces if name.endswith("router.bias")]
     assert sorted(names) == [f"layers.{i}.moe.router.bias" for i in range(4)]
     for name, _, values in pieces:
         if name in names:
             torch.testing.assert_close(values, want[name], rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("finite", [True, False])
+def test_a_skipped_step_moves_no_bias(finite: bool) -> None:
+    from hpctrain.parallel.parallelize import build_chunks
+    from hpctrain.sharding.build import build_engine
+
+    config = config_of("drop")
+    mesh = make_mesh(config, 1)
+    engine = build_engine(*build_chunks(config, mesh), mesh, config)
+    batch = global_batch(config, 0)
+    engine.begin_step(batch.valid_tokens, 1)
+    engine.backward(engine.forward(0, batch))
+    assert engine.step(1e-3, loss_finite=finite).skipped != finite
+    biases = [router.bias for router in routers_of(engine.chunks[0]).values()]
+    assert len(biases) == 4 and all(bool(bias.any()) == finite for bias in biases)
+
+
+def test_generate_takes_the_biases() -> None:
+    config = config_of("drop")
+    model = Transformer(config.model)
+    reader: Any = SimpleNamespace(read=lambda name, kind, start, shape: torch.full(shape, len(name) / 100))
+    load_weights(model, placements(config.model, Layout(), 0), reader)
+    for name, router in routers_of(model).items():
+        assert router.bias is not None and (router.bias == len(f"{name}.bias") / 100).all()

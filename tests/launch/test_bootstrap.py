@@ -213,7 +213,7 @@ def leave_out(why):
 
 
 def test_mpirun_end_to_end(tmp_path):
-    mpirun = shutil.which("mpirun", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
+    mpirun = shutil.which("mpirun", path=f"{os.path.dirname(sys.executable)}:{os.environ['PATH']}")
     if mpirun is None:
         leave_out("there is no mpirun beside Python or on PATH")
     (tmp_path / "job.py").write_text("import mpi4py; mpi4py.rc.initialize = False" + MPI_SCRIPT + SCRIPT)

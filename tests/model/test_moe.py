@@ -105,7 +105,7 @@ def test_tokens_that_do_not_count_change_no_loss_and_no_load() -> None:
 
 
 def test_a_batch_is_its_samples() -> None:
-    """Losses, capacity and counts of samples together and one by one."""
+    """Losses, capacity and counts of samples together and one by one. Trap D13: a balance loss is no sum over parts."""
     made, (x, valid) = layer(capacity=0.6), inputs()
     (out, loss), whole = made(x, [0, 1, 2], valid), made.router.tally.total()
     made.router.tally.clear()
@@ -116,6 +116,7 @@ def test_a_batch_is_its_samples() -> None:
 
 
 def test_counted_again_it_is_the_same() -> None:
+    """Trap D15: what a recomputed forward counts is counted once."""
     made, (x, valid) = layer(), inputs()
     x.requires_grad_()
     out, loss = recompute(made.forward, x, [0, 1, 2], valid)
@@ -134,7 +135,7 @@ def test_evaluation_counts_nothing() -> None:
 
 @pytest.mark.parametrize("again", [False, True])
 def test_of_equal_experts_the_first_is_chosen(again: bool) -> None:
-    """All scores equal, and two pairs of equal rows; a recomputed forward routes as the first one did."""
+    """Trap D16. All scores equal, and two pairs of equal rows; a recomputed forward routes as the first one did."""
     made, (x, valid) = layer(), inputs()
     made.router.weight.data.zero_()
     assert (made.router(x, [0, 1, 2], valid).ids == torch.tensor([0, 1])).all()
@@ -151,7 +152,7 @@ def test_of_equal_experts_the_first_is_chosen(again: bool) -> None:
 
 
 def test_scores_of_a_bf16_model_are_those_of_a_wide_router() -> None:
-    """The same experts as in float64; in bf16 a part of the tokens would go elsewhere."""
+    """Trap D17. The same experts as in float64; in bf16 a part of the tokens would go elsewhere."""
     model = ModelConfig(hidden=64, heads=1, moe=MoeConfig(**{**BASE, "experts": 64, "top_k": 4}))
     router = MoE(model).router
     router.weight.data = 0.02 * torch.randn(64, 64, generator=torch.Generator().manual_seed(0))

@@ -75,6 +75,8 @@ def check(ranks: Any, model: str, layout: str, **sections: Any) -> None:
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_equals_one_process(ranks: Any, layout: str) -> None:
+    """Traps D13 (losses of routers over parts of samples), D14 and D26 (experts' gradients and norm over groups of
+    their own)."""
     check(ranks, "deepseek", layout)
 
 

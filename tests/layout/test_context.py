@@ -54,7 +54,7 @@ def test_blocks_are_the_causal_mask(cp: int, chunk: int) -> None:
 
 
 def test_labels_at_the_edges_of_parts_are_those_of_the_next_token() -> None:
-    """Rank 0 of 2 ends its first chunk at token 1, whose label, token 2, rank 1 holds."""
+    """Trap D21. Rank 0 of 2 ends its first chunk at token 1, whose label, token 2, rank 1 holds."""
     tokens = torch.arange(10, 18)[None]
     labels = torch.arange(11, 19)[None].clone()
     labels[0, 5] = IGNORED

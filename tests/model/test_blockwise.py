@@ -94,6 +94,7 @@ def test_blocks_are_plain_attention(documents, scale, cp):
 
 @pytest.mark.parametrize("scale", [1.0, 50.0])
 def test_float32_errors_do_not_grow_with_the_ring(scale):
+    """Trap D18: merges that overflow, or round."""
     inputs = draw(torch.float32, 256, scale, 32)
     errors = {cp: worst(ring(*inputs, None, cp), plain(*inputs, None)) for cp in (1, 2, 4, 8)}
     assert max(errors.values()) < 1e-5 * scale

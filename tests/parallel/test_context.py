@@ -65,6 +65,7 @@ CASES = [
 
 @pytest.mark.parametrize("name,world,parallel", CASES, ids=str)
 def test_equals_one_process(ranks, name, world, parallel):
+    """Traps D19 (tokens, labels and documents are cut alike) and D20 (rotations at global positions)."""
     config = config_of(name, parallel=parallel)
     got = assemble(config, ranks(world, run, config, world))
     assert got.gradients.keys() == got.weights.keys() == expected(name).weights.keys()
@@ -108,7 +109,8 @@ def test_zero_equals_one_process_in_float32(ranks, stage, name, world, parallel)
 
 
 def test_samples_and_positions_are_split_alike(ranks):
-    """4 ranks: data parallelism alone, both, context parallelism alone. No loss or gradient counts a rank twice."""
+    """Trap D11. 4 ranks: data parallelism alone, both, context parallelism alone. No loss or gradient counts a rank
+    twice."""
     traces = []
     for cp in (1, 2, 4):
         config = config_of("gqa", parallel=dict(cp=cp), train=dict(micro_batch=2))

@@ -6,7 +6,7 @@ take a step each in turn (`benchmarks/rounds.py`). Reported are medians over rou
 beside the peer of the same kind, and beside two processes of our own plain step that do half the work each and never
 talk: what two ranks could reach at most, but for AdamW, which there goes over the whole model in both.
 
-    python -m benchmarks.layouts [--rounds 25] [--only tensor pipeline data context] [--megatron PYTHON] [KEY=VALUE ...]
+    python -m benchmarks.layouts [--rounds 21] [--only tensor pipeline data context] [--megatron PYTHON] [KEY=VALUE ...]
 """
 
 from __future__ import annotations
@@ -229,7 +229,7 @@ def main() -> None:
     """Print the result as JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="settings beside those of the shape")
-    parser.add_argument("--rounds", type=int, default=25)
+    parser.add_argument("--rounds", type=int, default=21)
     parser.add_argument("--only", nargs="+", choices=LAYOUTS, default=list(LAYOUTS), metavar="FAMILY")
     parser.add_argument("--megatron", metavar="PYTHON", help="an interpreter with torch and megatron-core")
     parser.add_argument("--quick", action="store_true", help="2 rounds")

@@ -216,7 +216,7 @@ def poisoned(config, world, bad, where):
         return value * math.nan if len(steps) == 1 else value
 
     if mesh.rank == bad and where == "activation":
-        layer.register_forward_hook(lambda module, inputs, out: spoil(out))
+        layer.register_forward_hook(lambda module, inputs, out: (spoil(out[0]), *out[1:]))
     elif mesh.rank == bad:
         layer.mlp_norm.weight.register_hook(spoil)
     for step in range(3):

@@ -36,8 +36,8 @@ def _steps(config: RunConfig, world: int, overflowing: int | None) -> Any:
     pipeline, steps, gradients = Pipeline(engine, mesh, config), [], {}
 
     def spoil(module: Any, inputs: Any, out: Any) -> None:
-        if out.requires_grad and len(steps) == 1:
-            out.register_hook(lambda grad: grad * math.inf)
+        if out[0].requires_grad and len(steps) == 1:
+            out[0].register_hook(lambda grad: grad * math.inf)
 
     if mesh.pp.index == overflowing:
         next(iter(engine.chunks[0].layers.values())).register_forward_hook(spoil)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from hpctrain.layout.activations import COMPUTE_BYTES
-
 from hpctrain.parallel.precision import COMPUTE
 
 

@@ -13,6 +13,7 @@ from typing import Any
 MENDS = {
     errno.ENOSPC: "free some space there, or write elsewhere",
     errno.EDQUOT: "free some of your quota there, or write elsewhere",
+    errno.EFBIG: "raise the limit on the size of files (ulimit -f), or use another file system",
     errno.EACCES: "give yourself access, or use another path",
     errno.EPERM: "give yourself access, or use another path",
     errno.EROFS: "use a path on a file system that can be written",
@@ -20,6 +21,7 @@ MENDS = {
     errno.ESTALE: "the file server has lost the file; try again",
     errno.EMFILE: "raise the limit on open files (ulimit -n)",
     errno.ENAMETOOLONG: "use a shorter name or folder",
+    errno.EISDIR: "that is a folder; name a file in it",
     errno.ENOTDIR: "a part of that path is a file; use another path",
     errno.EEXIST: "a file is in the way; move it, or use another path",
     errno.ENFILE: "the machine has too many open files; close some",
@@ -33,6 +35,11 @@ def os_sentence(error: OSError) -> str | None:
         return None
     where = f"{os.fsdecode(error.filename)}: " if error.filename else ""
     return f"{where}{os.strerror(error.errno)}; {MENDS[error.errno]}."
+
+
+def first_line(error: BaseException) -> str:
+    """What an error says, in a line; its kind where it says nothing."""
+    return next(iter(str(error).splitlines()), "") or type(error).__name__
 
 
 class HpctrainError(Exception):

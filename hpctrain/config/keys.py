@@ -102,6 +102,15 @@ def _bounds(limits: Iterable[Any]) -> str:
     return ", " + " and ".join(found) if found else ""
 
 
+def as_written(value: object) -> str:
+    """A value as it is written on a command line or in a recipe."""
+    if value is None:
+        return "null"
+    if isinstance(value, (list, tuple)):
+        return f"[{','.join(map(as_written, value))}]"
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
 def nearest(name: str, names: Iterable[str], cutoff: float = 0.6) -> str:
     """The name that was most likely meant, or an empty string."""
     return next(iter(difflib.get_close_matches(name, list(names), n=1, cutoff=cutoff)), "")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Sequence
 from importlib.resources import files
 from pathlib import Path
@@ -42,10 +43,12 @@ def load(recipe: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
         return RunConfig.model_validate_json(json.dumps(tree), strict=True)
     except ValidationError as error:
         first = error.errors(include_url=False, include_context=False)[0]
-        path = ".".join(map(str, first["loc"]))
-        fix = "" if any(path == g or path.startswith(f"{g}.") for g in given) else f"change it in {recipe}"
-        allowed = "must be finite" if first["type"] == "finite_number" else keys()[path].allowed
-        raise ConfigError(path, first["input"], allowed, fix) from None
+        path = ".".join(part for part in first["loc"] if isinstance(part, str))  # numbers are places in a list
+        value, key = _at(tree, path), keys()[path]
+        fixes = [f"write {_as_list(value)}"] if key.kind == "list" else []
+        fixes += [] if any(path == g or path.startswith(f"{g}.") for g in given) else [f"change it in {recipe}"]
+        allowed = "must be finite" if first["type"] == "finite_number" else key.allowed
+        raise ConfigError(path, value, allowed, ", and ".join(fixes)) from None
 
 
 def dump(config: RunConfig) -> str:
@@ -80,7 +83,9 @@ def _read(recipe: str | Path) -> Tree:
     except ValueError as error:
         raise ConfigError("recipe", str(recipe), f"must be YAML, but {error}") from None
     if tree is None:
-        return {}
+        raise ConfigError(
+            "recipe", str(recipe), "is empty", "write {} in it to have all defaults, or name another file"
+        )
     if not isinstance(tree, dict):
         raise ConfigError("recipe", str(recipe), "must be YAML with keys and values at its top")
     return tree
@@ -127,9 +132,14 @@ def _override(tree: Tree, text: str) -> str:
     parsed = _value(key, value)
     if key.kind == "section":
         if isinstance(parsed, dict):
-            for inner, _ in _leaves(parsed, f"{path}."):
-                if inner not in keys():
+            for inner, leaf in [*_leaves(parsed, f"{path}."), *([] if parsed else [(path, parsed)])]:
+                known = keys().get(inner)
+                if known is None:
                     raise ConfigError(inner, value, "there is no such key", suggestion(inner))
+                if not leaf and known.kind == "section" and not known.nullable:
+                    raise ConfigError(
+                        inner, leaf, "sets nothing", f"set one of its keys, for example {_example(inner)}"
+                    )
         elif parsed is not None or not key.nullable:
             raise ConfigError(path, parsed, key.allowed, f"set one of its keys, for example {_example(path)}")
     *sections, name = path.split(".")
@@ -140,6 +150,24 @@ def _override(tree: Tree, text: str) -> str:
         tree = inside
     tree[name] = _merged(tree.get(name), parsed) if key.kind == "section" else parsed
     return path
+
+
+def _at(tree: Tree, path: str) -> Any:
+    """What a tree holds at a path; a section that is none is what there is."""
+    value: Any = tree
+    for name in path.split("."):
+        if not isinstance(value, dict) or name not in value:
+            break
+        value = value[name]
+    return value
+
+
+def _as_list(value: Any) -> str:
+    """How a list is written: the numbers that were given as text, else an example."""
+    numbers = re.findall(r"-?\w+(?:\.\w+)?", str(value)) if isinstance(value, (str, int)) else []
+    if not numbers or isinstance(value, bool) or not all(number.isdecimal() for number in numbers):
+        numbers = ["3", "1"]
+    return f"it in brackets and quotes, such as '[{','.join(numbers)}]'"
 
 
 def _merged(old: Any, new: Any) -> Any:

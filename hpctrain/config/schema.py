@@ -8,6 +8,7 @@ fields, or the number of ranks, is in `hpctrain.config.validate`. Keys, not code
 from __future__ import annotations
 
 import math
+import os
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -72,6 +73,39 @@ class MoeConfig(Section):
         return math.ceil(self.capacity * seq * self.top_k / self.experts)
 
 
+TARGETS = {"attention": ("q", "k", "v", "output"), "mlp": ("gate", "up", "down"), "experts": ("experts",)}
+"""Linears of a layer that can be adapted, by the groups that `model.adapter.targets` may name in their place."""
+
+
+class AdapterConfig(Section):
+    """Low-rank adapters: the weights stay as they are, and what is trained lies beside the linears."""
+
+    kind: Literal["lora", "dora", "qlora"] = Field(
+        "lora", description="dora trains a magnitude of each output too; qlora is lora over a base in 4 bits (NF4)."
+    )
+    rank: Count = Field(8, description="Width between the two factors of an adapter.")
+    alpha: Positive = Field(16.0, description="What an adapter adds is multiplied by alpha / rank.")
+    dropout: Fraction = Field(0.0, description="On the input of adapters.")
+    targets: tuple[str, ...] | None = Field(
+        None,
+        description="Linears with adapters: q, k, v, output, gate, up, down, experts, or attention or mlp for those of "
+        "one; null: attention and mlp.",
+    )
+    block: Annotated[int, Field(ge=2, multiple_of=2)] = Field(
+        64, description="qlora: consecutive weights of a row that have a scale of their own."
+    )
+
+    @property
+    def scale(self) -> float:
+        """Factor on what an adapter adds."""
+        return self.alpha / self.rank
+
+    def adapts(self, linear: str) -> bool:
+        """Whether a linear of this name gets an adapter."""
+        named = ("attention", "mlp") if self.targets is None else self.targets
+        return any(linear == name or linear in TARGETS.get(name, ()) for name in named)
+
+
 class ModelConfig(Section):
     """The shape of a decoder-only transformer."""
 
@@ -99,6 +133,7 @@ class ModelConfig(Section):
     dropout: Fraction = Field(0.0, description="On the embedding and on what each block adds to the residual.")
     init_std: Positive = Field(0.02, description="Standard deviation of initial weights.")
     moe: MoeConfig | None = None
+    adapter: AdapterConfig | None = None
 
     @property
     def kv(self) -> int:
@@ -153,30 +188,78 @@ class ParallelConfig(Section):
     etp: Count = Field(1, description="Tensor parallelism inside an expert: 1 or tp.")
 
 
-class OffloadConfig(Section):
-    """Where training state lives when it is not on the device. Not in this version."""
+Place = Literal["none", "cpu", "nvme"]
+Share = Annotated[float, Field(gt=0.0, le=1.0)]
 
-    optimizer: Literal["none", "cpu", "nvme"] = Field(
-        "none", description="Where optimizer state lives; none is the device."
+
+class OffloadConfig(Section):
+    """Where training state lives when it is not on the device: in memory of the host (cpu), or on its disk (nvme)."""
+
+    optimizer: Place = Field("none", description="Where master weights and AdamW's moments live; ZeRO 1 to 3.")
+    optimizer_share: Share = Field(
+        1.0, description="Part of it that does; the rest stays on the device, or in host memory where it is nvme."
     )
-    params: Literal["none", "cpu", "nvme"] = Field("none", description="Where parameters live; none is the device.")
+    gradients: Literal["auto", "cpu", "nvme"] = Field(
+        "auto", description="Where they wait for an update on the disk, ZeRO 3; auto is host memory where they fit."
+    )
+    params: Place = Field("none", description="Where weights wait until a layer needs them; ZeRO 3.")
+    params_share: Share = Field(1.0, description="Part of them on the disk; the rest waits in host memory.")
+    activations: Place = Field(
+        "none", description="Where what backward needs of a layer waits, or with recompute its input."
+    )
+    path: UserPath | None = Field(
+        None,
+        description="Folder on each node's own disk, for nvme; null is TMPDIR, or /tmp. Files there have no names.",
+    )
+
+    @property
+    def on_disk(self) -> bool:
+        """Whether anything goes to a disk."""
+        return "nvme" in (self.optimizer, self.params, self.activations)
+
+    @property
+    def state(self) -> bool:
+        """Whether anything goes that an engine keeps from step to step."""
+        return (self.optimizer, self.params) != ("none", "none")
+
+    @property
+    def folder(self) -> Path:
+        """Where the disk is."""
+        return self.path or Path(os.environ.get("TMPDIR") or "/tmp")
 
 
 class ShardingConfig(Section):
     """What is done with the state that data-parallel ranks would otherwise each hold whole."""
 
     engine: Literal["auto", "none", "deepspeed", "fsdp"] = Field(
-        "auto", description="auto is deepspeed for stage 1-3, none for stage 0; fsdp is not in this version."
+        "auto", description="auto is deepspeed for stage 1-3, none for stage 0; fsdp shards all as stage 3, by FSDP2."
     )
     stage: Annotated[int, Field(ge=0, le=3)] = Field(
         0, description="ZeRO stage: 1 shards optimizer state, 2 also gradients, 3 also parameters."
     )
     bucket_mib: Annotated[float, Field(gt=0.0, le=65536.0)] = Field(25.0, description="Size of a gradient bucket, MiB.")
     reshard_after_forward: bool = Field(
-        True, description="ZeRO 3: let gathered weights go between forward and backward; false gathers half as often."
+        True,
+        description="ZeRO 3, fsdp: let gathered weights go between forward and backward; false gathers less often.",
+    )
+    replicas: Count = Field(
+        1, description="fsdp: groups that dp x cp is cut into; each has all state, sharded over its ranks (HSDP)."
+    )
+    reduce_every: Literal["micro_batch", "step"] = Field(
+        "micro_batch", description="fsdp: when gradients are reduced; step sends less and holds them whole until then."
+    )
+    reduce_dtype: Literal["float32", "bf16"] = Field(
+        "float32", description="fsdp with bf16: of gradients while they are reduced."
+    )
+    prefetch: Annotated[int, Field(ge=0, le=64)] = Field(
+        1, description="fsdp: layers whose weights are gathered ahead of the one that computes."
     )
     torch_adam: bool = Field(True, description="DeepSpeed: torch's AdamW, which needs no compiled op.")
     offload: OffloadConfig = OffloadConfig()
+
+
+OF_FSDP = {"replicas": 1, "reduce_every": "micro_batch", "reduce_dtype": "float32", "prefetch": 1}
+"""Settings of sharding that are of engine fsdp alone, and their defaults."""
 
 
 class ClusterConfig(Section):
@@ -194,6 +277,8 @@ class ClusterConfig(Section):
     threads: Annotated[int, Field(ge=0, le=4096)] = Field(
         0, description="CPU threads a rank; 0 is its CPUs over the ranks on the node."
     )
+    health: bool = Field(False, description="Measure nodes and links first; a job leaves out those that are slow.")
+    spares: Natural = Field(0, description="Nodes to ask for beyond `nodes`, for those that are left out.")
     profile: str = Field("generic", description="Site profile of `hpctrain submit`: a name, or a YAML file.")
 
 
@@ -201,10 +286,24 @@ class DataConfig(Section):
     """What is read, and in which pieces."""
 
     corpus: UserPath = Field(Path("corpus.h5"), description="HDF5 file written by `hpctrain data build`.")
+    blend: tuple[UserPath, ...] | None = Field(None, description="Corpora to mix, in the place of corpus.")
+    weights: tuple[NonNegative, ...] | None = Field(
+        None, description="Share of the samples of each corpus of blend, in any unit; null: equal shares."
+    )
+    anneal: tuple[str, ...] | None = Field(
+        None, description="Other weights from a global sample count on, each 'SAMPLES w w ...'."
+    )
     seq: Count = Field(256, description="Tokens in a sample.")
+    packing: Literal["windows", "best_fit"] = Field(
+        "windows", description="Samples run across documents, or hold whole ones and are filled up (fine-tuning)."
+    )
     validation: Fraction = Field(0.01, description="Share of the documents, the last ones, kept for validation.")
     document_mask: bool = Field(True, description="Attention and loss stop at document boundaries.")
-    prefetch: Natural = Field(2, description="Batches read ahead.")
+    prefetch: Natural = Field(2, description="Batches read ahead; 0 reads when they are asked for.")
+    workers: Annotated[int, Field(ge=1, le=64)] = Field(1, description="Threads of a rank that read ahead.")
+    cache: UserPath | None = Field(
+        None, description="Folder on each node's own disk: corpora are copied there once, and read from there."
+    )
 
 
 class OptimizerConfig(Section):
@@ -216,6 +315,9 @@ class OptimizerConfig(Section):
     eps: Positive = Field(1e-8, description="Added to the root of AdamW's second moment.")
     weight_decay: NonNegative = Field(0.1, description="On matrices; never on norms, biases or other vectors.")
     clip: NonNegative = Field(1.0, description="Largest global gradient norm; 0 does not clip.")
+    paged: bool = Field(
+        False, description="Moments in memory that a GPU shares with its host and gives up when it is full."
+    )
     schedule: Literal["cosine", "wsd", "constant"] = Field(
         "cosine", description="After warm-up; wsd is warm-up, stable, decay."
     )
@@ -264,6 +366,9 @@ class CheckpointConfig(Section):
     resume: Literal["auto", "never", "must"] = Field(
         "auto", description="auto continues from the newest valid checkpoint of the run folder if there is one."
     )
+    base: UserPath | None = Field(
+        None, description="A checkpoint whose weights a new run starts with, and nothing else of it: fine-tuning."
+    )
     continue_from: UserPath | None = Field(
         None, description="A checkpoint of another run to go on from, its step included, if this run has none."
     )
@@ -289,6 +394,11 @@ class RunConfig(Section):
         if self.sharding.engine != "auto":
             return self.sharding.engine
         return "deepspeed" if self.sharding.stage else "none"
+
+    @property
+    def engine_name(self) -> str:
+        """Engine and ZeRO stage in one word, for records."""
+        return f"{self.engine}-{self.sharding.stage}" if self.engine == "deepspeed" else self.engine
 
     @property
     def run_folder(self) -> Path:

@@ -9,7 +9,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable
 
-from hpctrain.config.schema import RunConfig
+from hpctrain.config.adapters import check_adapters, check_adapters_of
+from hpctrain.config.keys import as_written
+from hpctrain.config.schema import OF_FSDP, RunConfig
 from hpctrain.errors import ConfigError
 from hpctrain.layout.context import misfit as does_not_split
 from hpctrain.layout.context import multiple
@@ -32,11 +34,6 @@ def validate(config: RunConfig, world: int) -> None:
     layout = Layout.of(config.parallel, world)
     for layout_rule in LAYOUT_RULES:
         layout_rule(config, layout)
-
-
-def _available(config: RunConfig) -> None:
-    if config.engine == "fsdp":
-        _refuse("sharding.engine", "fsdp", "is not available in this version", "use deepspeed with sharding.stage=3")
 
 
 def _experts(config: RunConfig) -> None:
@@ -93,17 +90,76 @@ def _sharding_rules(config: RunConfig) -> None:
         reason = "sharding.engine=deepspeed has stages 1 to 3"
         _refuse("sharding.stage", 0, reason, "use sharding.engine=none, which is stage 0")
     if engine == "deepspeed" and config.train.precision == "float64":
-        reason = "only sharding.engine=none computes in float64"
+        reason = "is no precision that DeepSpeed computes in"
         _refuse("train.precision", "float64", reason, "use float32, bf16 or fp16, or sharding.stage=0")
+    if engine == "fsdp":
+        _fsdp_rules(config)
+        return
+    for key, usual in OF_FSDP.items():
+        if (value := getattr(config.sharding, key)) != usual:
+            reason = f"is of sharding.engine=fsdp, and this one is {engine}"
+            _refuse(f"sharding.{key}", value, reason, f"use {usual}, or sharding.engine=fsdp")
     if stage < 3 and not config.sharding.reshard_after_forward:
         reason = f"sharding.stage={stage} shards no weights that could be let go"
         _refuse("sharding.reshard_after_forward", False, reason, "use true, or sharding.stage=3")
+
+
+def _paged(config: RunConfig) -> None:
+    if config.optimizer.paged and config.engine != "none":
+        reason = f"is for sharding.engine=none; {config.engine} makes its own optimizer state"
+        _refuse("optimizer.paged", True, reason, "use false, or sharding.stage=0")
+
+
+def _offload(config: RunConfig) -> None:
+    offload, stage = config.sharding.offload, config.sharding.stage
     for what in ("optimizer", "params"):
-        if (place := getattr(config.sharding.offload, what)) == "none":
-            continue
-        if engine != "deepspeed":
-            _refuse(f"sharding.offload.{what}", place, "needs sharding.engine=deepspeed", "use none")
-        _refuse(f"sharding.offload.{what}", place, "offloading is not available in this version", "use none")
+        if (place := getattr(offload, what)) != "none" and config.engine == "none":
+            fix = "use none, or sharding.stage=1, 2 or 3, on one rank too"
+            _refuse(f"sharding.offload.{what}", place, "sharding.engine=none keeps its state on the device", fix)
+    if offload.params != "none" and stage < 3 and config.engine == "deepspeed":
+        reason = f"sharding.stage={stage} keeps whole weights on the device"
+        _refuse("sharding.offload.params", offload.params, reason, "use none, or sharding.stage=3")
+    if offload.optimizer == "none" and offload.optimizer_share != 1.0:
+        reason = "is of what sharding.offload.optimizer takes off the device, which is nothing"
+        _refuse("sharding.offload.optimizer_share", offload.optimizer_share, reason, "use optimizer=cpu or nvme")
+    if offload.optimizer_share != 1.0 and config.engine == "fsdp":
+        reason = "sharding.engine=fsdp keeps all weights and state in one place"
+        _refuse("sharding.offload.optimizer_share", offload.optimizer_share, reason, "use 1")
+    if offload.params != "nvme" and offload.params_share != 1.0:
+        reason = f"is of weights on a disk, and sharding.offload.params is {offload.params}"
+        _refuse("sharding.offload.params_share", offload.params_share, reason, "use 1, or params=nvme")
+    if offload.gradients != "auto" and (stage < 3 or offload.optimizer != "nvme"):
+        reason = "is for ZeRO 3 with optimizer=nvme; elsewhere gradients wait where they are reduced, or on the host"
+        _refuse("sharding.offload.gradients", offload.gradients, reason, "use auto")
+    if offload.path is not None and not offload.on_disk:
+        _refuse("sharding.offload.path", str(offload.path), "has no effect: nothing is nvme", "leave it out")
+    if offload.state and not config.sharding.torch_adam and config.engine == "deepspeed":
+        reason = "state that is offloaded is updated by PyTorch's fused AdamW, which needs no op of DeepSpeed's"
+        _refuse("sharding.torch_adam", False, reason, "use true")
+
+
+def _fsdp_rules(config: RunConfig) -> None:
+    sharding = config.sharding
+    if sharding.stage in (1, 2):
+        reason = "sharding.engine=fsdp shards weights, gradients and optimizer state, as stage 3 does"
+        _refuse("sharding.stage", sharding.stage, reason, "use 3, or sharding.engine=deepspeed")
+    if sharding.reduce_dtype != "float32" and config.train.precision != "bf16":
+        reason = f"rounds gradients more than train.precision={config.train.precision} does"
+        _refuse("sharding.reduce_dtype", sharding.reduce_dtype, reason, "use float32, or train.precision=bf16")
+    places = {what: getattr(sharding.offload, what) for what in ("params", "optimizer")}
+    for what, place in places.items():
+        if place == "nvme":
+            reason = "sharding.engine=fsdp keeps what is not on the device in host memory"
+            _refuse(f"sharding.offload.{what}", place, reason, "use cpu, or sharding.engine=deepspeed")
+    if len(set(places.values())) > 1:
+        what = "optimizer" if places["params"] == "none" else "params"
+        reason = "sharding.engine=fsdp keeps weights and optimizer state in one place"
+        _refuse(
+            f"sharding.offload.{what}",
+            "cpu",
+            reason,
+            "use cpu for both sharding.offload.params and sharding.offload.optimizer",
+        )
 
 
 def _folder(config: RunConfig) -> None:
@@ -152,6 +208,9 @@ def _checkpoints(config: RunConfig) -> None:
     if checkpoint.resume == "must" and checkpoint.continue_from:
         reason = "has no effect with checkpoint.resume=must, which continues this run or stops"
         _refuse("checkpoint.continue_from", str(checkpoint.continue_from), reason, "use checkpoint.resume=auto")
+    if checkpoint.base and checkpoint.continue_from and config.model.adapter is None:
+        reason = "has no effect with checkpoint.continue_from, which brings weights and all else of a run"
+        _refuse("checkpoint.base", str(checkpoint.base), reason, "use null, or checkpoint.continue_from=null")
 
 
 def _tensor_parallel(config: RunConfig, layout: Layout) -> None:
@@ -164,20 +223,27 @@ def _tensor_parallel(config: RunConfig, layout: Layout) -> None:
         "vocab": f"must be at most model.vocab={model.vocab}",
     }
     if cut := misfit(model, tp):
-        _refuse("parallel.tp", tp, reasons[cut], f"use {_either(tp_sizes(model, layout.world))}")
+        fits = tp_sizes(model, layout.world)
+        others = [size for size in tp_sizes(model) if size not in fits]
+        fix = f"use {_either(fits)}" + (f", or with as many ranks {_either(others)}" if others else "")
+        _refuse("parallel.tp", tp, reasons[cut], fix)
 
 
 def _pipeline(config: RunConfig) -> None:
     parallel, layers = config.parallel, config.model.layers
     number = parallel.pp * parallel.chunks
     if parallel.pp == 1:
-        for key, usual in (("chunks", 1), ("stage_layers", None)):
+        for key, usual in (("schedule", "1f1b"), ("chunks", 1), ("stage_layers", None)):
             if (value := getattr(parallel, key)) != usual:
-                _refuse(f"parallel.{key}", value, "a pipeline has parallel.pp of at least 2", f"use {_yaml(usual)}")
+                value = list(value) if key == "stage_layers" else value
+                reason = "has no effect without a pipeline, and parallel.pp is 1"
+                _refuse(f"parallel.{key}", value, reason, f"use {as_written(usual)}, or parallel.pp=2")
     make_schedule(parallel.schedule, parallel.pp, parallel.chunks, 1)
     if parallel.schedule in ZERO_BUBBLE and config.engine != "none":
-        reason = "leaves gradients of weights for later, and DeepSpeed takes them in the hooks of one whole backward"
-        _refuse("parallel.schedule", parallel.schedule, reason, "use 1f1b or interleaved, or sharding.stage=0")
+        who = {"deepspeed": "DeepSpeed", "fsdp": "FSDP2"}[config.engine]
+        reason = f"leaves gradients of weights for later, and {who} takes them in the hooks of one whole backward"
+        mend = "sharding.stage=0" if config.sharding.engine == "auto" else "sharding.engine=none"
+        _refuse("parallel.schedule", parallel.schedule, reason, f"use 1f1b or interleaved, or {mend}")
     sizes = parallel.stage_layers
     if sizes is None and layers < number:
         reason = (
@@ -206,7 +272,7 @@ def _expert_parallel(config: RunConfig, layout: Layout) -> None:
         _refuse("parallel.ep", layout.ep, f"must divide model.moe.experts={model.moe.experts}", f"use {allowed}")
     if model.expert_width % layout.etp:
         _refuse("parallel.etp", layout.etp, f"must divide the width of an expert, {model.expert_width}", "use 1")
-    unfit = zero_misfit(model, layout, stage)
+    unfit = zero_misfit(model, layout, stage if config.engine == "deepspeed" else 0)
     if unfit == "stage":
         reason = "shards every parameter over dp x cp, and experts lie elsewhere unless ep x etp is tp"
         fix = f"use 1 or 2, or parallel.ep={layout.tp // layout.etp}"
@@ -240,6 +306,13 @@ def _sequence(config: RunConfig, layout: Layout) -> None:
         _refuse("data.seq", seq, f"must be a multiple of {size} for {' and '.join(reasons)}", f"use {_either(near)}")
 
 
+def _replicas(config: RunConfig, layout: Layout) -> None:
+    ranks, replicas = layout.dp * layout.cp, config.sharding.replicas
+    if ranks % replicas:
+        reason = f"must divide the {ranks} ranks of dp x cp, that share the state"
+        _refuse("sharding.replicas", replicas, reason, f"use {_either(_divisors(ranks))}")
+
+
 def _batch(config: RunConfig, layout: Layout) -> None:
     batch, micro = config.train.global_batch, config.train.micro_batch
     group = layout.dp * micro
@@ -255,18 +328,28 @@ def _batch(config: RunConfig, layout: Layout) -> None:
 
 
 RULES: tuple[Rule, ...] = (
-    _available,
     _experts,
     _attention_shape,
     _positions,
     _sharding_rules,
+    _offload,
+    _paged,
+    check_adapters,
     _pipeline,
     _folder,
     _learning_rate,
     _evaluation,
     _checkpoints,
 )
-LAYOUT_RULES: tuple[LayoutRule, ...] = (_tensor_parallel, _expert_parallel, _sequence_parallel, _sequence, _batch)
+LAYOUT_RULES: tuple[LayoutRule, ...] = (
+    _tensor_parallel,
+    _expert_parallel,
+    check_adapters_of,
+    _sequence_parallel,
+    _sequence,
+    _replicas,
+    _batch,
+)
 
 
 def _refuse(path: str, value: object, allowed: str, fix: str = "") -> None:
@@ -275,10 +358,6 @@ def _refuse(path: str, value: object, allowed: str, fix: str = "") -> None:
 
 def _shared(config: RunConfig) -> int:
     return config.model.moe.shared_ffn if config.model.moe else 0
-
-
-def _yaml(value: object) -> str:
-    return "null" if value is None else str(value)
 
 
 def _divisors(n: int) -> list[int]:

@@ -19,8 +19,10 @@ def test_paths_are_those_of_a_configuration() -> None:
         return found
 
     plain = {path for path, key in keys().items() if key.kind != "section"}
-    inside_optional = {path for path in plain if path.startswith(("model.rope_scaling.", "model.moe."))}
-    assert plain - inside_optional == walk(RunConfig(), "") - {"model.rope_scaling", "model.moe"}
+    inside_optional = {
+        path for path in plain if path.startswith(("model.rope_scaling.", "model.moe.", "model.adapter."))
+    }
+    assert plain - inside_optional == walk(RunConfig(), "") - {"model.rope_scaling", "model.moe", "model.adapter"}
 
 
 @pytest.mark.parametrize(

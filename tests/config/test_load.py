@@ -119,6 +119,45 @@ def test_nearest_key(recipe: Path, key: str, near: str) -> None:
     assert error.fix == f"the nearest is {near}"
 
 
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("[-1,5]", [-1, 5]),
+        ("[1,a]", [1, "a"]),
+        ("[1.5,2]", [1.5, 2]),
+        ("[1,null]", [1, None]),
+        ("[[1],2]", [[1], 2]),
+        ("[1,true]", [1, True]),
+        ("many", "many"),
+        ("true", True),
+    ],
+)
+def test_a_list_with_a_bad_element(recipe: Path, tmp_path: Path, text: str, value: object) -> None:
+    error = refused(recipe, f"parallel.stage_layers={text}")
+    assert (error.path, error.value) == ("parallel.stage_layers", value)
+    said = "must be a list, each an integer, at least 0, or null; write it in brackets and quotes, such as '[3,1]'"
+    assert str(error).endswith(said + ".")
+    (tmp_path / "other.yaml").write_text(f"parallel:\n  stage_layers: {text}\n")
+    assert str(refused(tmp_path / "other.yaml")).endswith(f"{said}, and change it in {tmp_path}/other.yaml.")
+
+
+@pytest.mark.parametrize(
+    ("text", "written"), [("3,1", "[3,1]"), ("(2, 3)", "[2,3]"), ("4", "[4]"), ("2 1 1", "[2,1,1]")]
+)
+def test_a_list_without_brackets_is_shown_with_them(recipe: Path, text: str, written: str) -> None:
+    assert refused(recipe, f"parallel.stage_layers={text}").fix.endswith(f"such as '{written}'")
+
+
+def test_a_section_in_the_place_of_a_list(recipe: Path) -> None:
+    assert refused(recipe, "parallel.stage_layers={a: 1}").value == {"a": 1}
+
+
+def test_an_override_that_sets_nothing(recipe: Path) -> None:
+    assert str(refused(recipe, "parallel={}")).startswith("parallel={}: sets nothing; set one of its keys, for example")
+    assert refused(recipe, "sharding={offload: {}}").path == "sharding.offload"
+    assert load(recipe, ["model.moe={}"]).model.moe is not None, "which is to have experts, as many as by default"
+
+
 def test_no_near_key(recipe: Path) -> None:
     assert refused(recipe, "xyzzy=1").fix.startswith("sections are model, parallel, sharding")
     assert refused(recipe, "parallel={xyzzy: 1}").path == "parallel.xyzzy"
@@ -152,8 +191,11 @@ def test_sections_left_empty(tmp_path: Path) -> None:
     file = tmp_path / "mine.yaml"
     file.write_text("parallel:\nsharding:\n  offload:\n")
     assert load(file) == RunConfig()
-    file.write_text("")
+    file.write_text("{}")
     assert load(file) == RunConfig()
+    for nothing in ("", "# parallel:\n", "null\n"):
+        file.write_text(nothing)
+        assert "is empty; write {} in it" in str(refused(file))
 
 
 def test_unreadable(tmp_path: Path) -> None:

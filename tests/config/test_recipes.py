@@ -28,7 +28,7 @@ def count(name: str) -> int:
 
 
 def test_all_are_known() -> None:
-    assert set(recipes()) == {"gpt-tiny", "llama-tiny", "moe-tiny", *EXACT, *ROUNDED}
+    assert set(recipes()) == {"gpt-tiny", "llama-tiny", "moe-tiny", "lora", "qlora", *EXACT, *ROUNDED}
 
 
 @pytest.mark.parametrize(("name", "parameters"), EXACT.items())

@@ -15,6 +15,47 @@ COMPUTE_BYTES = {"float32": 4, "float64": 8, "bf16": 2, "fp16": 2}
 
 
 @dataclass(frozen=True)
+class Keeps:
+    """What a training program keeps for backward, where programs differ. The defaults are this one's.
+
+    Attributes:
+        scores: attention is not fused: softmax's result of every pair is kept, and with dropout its mask, a byte, and
+            what dropout makes of it (arXiv 2205.05198, section 4.1).
+        masks: bytes of each of a layer's two dropout masks, an element; None keeps what they were applied to.
+        repeated: keys and values are repeated to all heads before attention.
+        gate: numbers that a gated MLP keeps of a column: 4, or 3 where backward works silu out again.
+        operands: bytes of an input of a linear in a layer; None keeps it in the precision of the computation.
+        logit, of_loss: bytes of a logit from forward to backward, and besides while the loss is backward; None is
+            the logit, and its gradient, in the precision of the computation.
+        flowing: of a layer's backward, gradients that are there beside what was kept: that of its output, and so many
+            numbers of a column of its MLP.
+        gradient: bytes of a weight's gradient; None is float32 or wider.
+        plain_norms: RMSNorm is not one kernel: the input in float32 or wider, where that is another tensor, and the
+            input over its root mean square are kept.
+        chunk: most logits that the loss works on at once.
+    """
+
+    scores: bool = False
+    masks: float | None = None
+    repeated: bool = True
+    gate: int = 4
+    operands: float | None = None
+    logit: float | None = None
+    of_loss: float | None = None
+    flowing: float = 0.0
+    gradient: int | None = None
+    plain_norms: bool = False
+    chunk: int = 1 << 25
+
+
+OURS = Keeps()
+"""What this program keeps on a GPU."""
+
+ON_CPU = Keeps(plain_norms=True, chunk=1 << 18)
+"""What it keeps on a CPU, where RMSNorm is not one kernel, and a chunk of the loss is what a core's cache holds."""
+
+
+@dataclass(frozen=True)
 class Activations:
     """Bytes of one micro-batch in one stage, or in the whole model.
 
@@ -23,38 +64,65 @@ class Activations:
         passing: besides, at most, while its backward runs: what is computed again, and the logits' gradient.
         left: between the parts of a split backward, for the weights: linears' inputs and their outputs' gradients.
         handed: the hidden states that stages give each other.
+        logits: of what is kept.
+        of_loss: of what is passing, the logits' gradient; the rest is one layer computed again.
+        chunk: while the loss runs, forward or backward: its chunk in float32 or wider.
     """
 
     kept: int
     passing: int
     left: int
     handed: int
+    logits: int = 0
+    of_loss: int = 0
+    chunk: int = 0
 
 
-def activations(config: RunConfig, layout: Layout, stage: Stage | None = None) -> Activations:
+def activations(config: RunConfig, layout: Layout, stage: Stage | None = None, keeps: Keeps = OURS) -> Activations:
     """See `Activations`."""
     model, width, tp = config.model, COMPUTE_BYTES[config.train.precision], layout.tp
-    wide, vocab = max(width, 4), cut_of(model, "vocab", tp, 0)[1]
+    vocab = cut_of(model, "vocab", tp, 0)[1]
     hidden = model.hidden / tp if layout.sp else model.hidden  # tp divides the sequence
-    attention, spared = _attention(config, layout)
-    if model.qk_norm:  # queries and keys before it
-        attention += sum(cut_of(model, cut, tp, 0)[1] for cut in ("heads", "kv_heads")) * model.head_width
-    always = 4 * hidden + attention + (2 * hidden if model.dropout else 0)
+    attention, spared = _attention(config, layout, keeps)
+    mask, norm = 1.0 if keeps.masks is None else keeps.masks / width, _of_norm(config, keeps)
+    if model.qk_norm:  # queries and keys before it, and what it keeps
+        queries_and_keys = sum(cut_of(model, cut, tp, 0)[1] for cut in ("heads", "kv_heads")) * model.head_width
+        attention += (1 + norm) * queries_and_keys
+    always = (
+        2 * norm * hidden
+        + (2 + 2 * _operand(keeps, width)) * hidden
+        + attention
+        + (2 * mask * hidden if model.dropout else 0)
+    )
     held = range(model.layers) if stage is None else stage.layers
-    whole = [always + _mlp(config, layout, model.routed(layer)) for layer in held]
+    whole = [always + _mlp(config, layout, model.routed(layer), keeps) for layer in held]
     kept = [{"none": n, "selective": n - spared, "full": hidden}[config.train.recompute] for n in whole]
     last = stage is None or stage.last
-    ends = (2 if last else 1) * hidden  # the last norm's input and output, or what is handed on
+    ends = (2 + norm if last else 1) * hidden  # the last norm's input and output, or what is handed on
     head = last * (not model.tied) * (hidden + vocab)
+    logit = width if keeps.logit is None else keeps.logit
+    of_loss = width if keeps.of_loss is None else keeps.of_loss  # their gradient
     of_token = (
-        (sum(kept) + ends) * width + last * vocab * wide + _documents(config, layout),  # the logits' exponentials
-        max((n - k for n, k in zip(whole, kept)), default=0) * width
-        + last * vocab * (width + wide),  # their gradient, also as computed
+        (sum(kept) + ends) * width + last * vocab * logit + _documents(config, layout),
+        (max((n - k for n, k in zip(whole, kept)), default=0) + _flowing(config, layout, keeps) * bool(held)) * width
+        + last * vocab * of_loss,
         (sum(_for_weights(config, layout, model.routed(layer)) for layer in held) + head) * width,
         hidden * width,
+        last * vocab * logit,
+        last * vocab * of_loss,
     )
     tokens = config.train.micro_batch * config.data.seq / layout.cp
-    return Activations(*(round(tokens * size) for size in of_token))
+    of_chunk = min(tokens, max(1, keeps.chunk // vocab)) * vocab * max(width, 4) * (2 if width < 4 else 1)
+    sizes = [*(tokens * size for size in of_token), last * of_chunk]
+    return Activations(*map(round, sizes))
+
+
+def _of_norm(config: RunConfig, keeps: Keeps) -> float:
+    """Numbers, in the precision of the computation, that a norm keeps of an element besides its input and output."""
+    width = COMPUTE_BYTES[config.train.precision]
+    if not keeps.plain_norms or config.model.norm != "rmsnorm":
+        return 0.0
+    return 1.0 if width >= 4 else 2 * 4 / width - 1
 
 
 def activation_bytes(config: RunConfig, layout: Layout, stage: Stage | None = None) -> int:
@@ -62,6 +130,18 @@ def activation_bytes(config: RunConfig, layout: Layout, stage: Stage | None = No
     of the whole model."""
     of_stage = activations(config, layout, stage)
     return of_stage.kept + of_stage.passing
+
+
+def _flowing(config: RunConfig, layout: Layout, keeps: Keeps) -> float:
+    """Numbers of a token that are gradients of activations in a layer's backward."""
+    model = config.model
+    hidden = model.hidden / layout.tp if layout.sp else model.hidden
+    return keeps.flowing and hidden + keeps.flowing * cut_of(model, "ffn", layout.tp, 0)[1]
+
+
+def _operand(keeps: Keeps, width: int) -> float:
+    """What an input of a linear takes, in numbers of the precision of the computation."""
+    return 1.0 if keeps.operands is None else keeps.operands / width
 
 
 def _for_weights(config: RunConfig, layout: Layout, routed: bool) -> float:
@@ -77,44 +157,50 @@ def _for_weights(config: RunConfig, layout: Layout, routed: bool) -> float:
     return attention + (2 * hidden + 3 * cut_of(model, "shared_ffn", tp, 0)[1] if shared else 0)
 
 
-def _attention(config: RunConfig, layout: Layout) -> tuple[float, float]:
+def _attention(config: RunConfig, layout: Layout, keeps: Keeps) -> tuple[float, float]:
     """Elements that attention keeps of a token of a layer, and how many of them are spared by computing it again.
 
     Queries, keys, values and output; keys and values repeated to all heads, but not where attention is ours: in a
     ring, and under Ulysses with documents.
     """
-    model, wide = config.model, max(COMPUTE_BYTES[config.train.precision], 4)
+    model, width = config.model, COMPUTE_BYTES[config.train.precision]
     heads, kv = (cut_of(model, cut, layout.tp, 0)[1] for cut in ("heads", "kv_heads"))
     inputs, output = (heads + 2 * kv) * model.head_width, heads * model.head_width
-    sums = heads * wide / COMPUTE_BYTES[config.train.precision]  # one of each query
+    copy = 0.0 if keeps.operands is None else output * keeps.operands / width  # of its output, for the linear after it
+    sums = heads * max(width, 4) / width  # one of each query
+    if keeps.scores:
+        scores = heads * config.data.seq * (1 + (1 + 1 / width) * bool(model.dropout))
+        return inputs + output + copy + scores, scores
     ring = config.parallel.cp_method == "ring"
-    if layout.cp > 1 and ring:
-        return inputs + output + sums, sums
+    if (layout.cp > 1 and ring) or (layout.cp == 1 and not keeps.repeated):
+        return inputs + output + copy + sums, sums
     if layout.cp == 1:
-        return 4 * output, 3 * output - inputs
+        return 4 * output + copy, 3 * output - inputs
     kv = math.lcm(kv, layout.cp)
     traded = (heads + 2 * kv) * model.head_width + sums if config.data.document_mask else 3 * output
-    return traded + 2 * output, traded + output - inputs  # its output before and after it is traded back
+    return traded + 2 * output + copy, traded + output - inputs  # its output before and after it is traded back
 
 
 def _documents(config: RunConfig, layout: Layout) -> int:
-    """Bytes a token: what each sees as a mask, or, under context parallelism, the documents of the whole sample."""
+    """Bytes a token: what is added to its scores, or, under context parallelism, the documents of the whole sample."""
     if not config.data.document_mask:
         return 0
-    return 8 * layout.cp if layout.cp > 1 else config.data.seq
+    return 4 * layout.cp if layout.cp > 1 else config.data.seq * COMPUTE_BYTES[config.train.precision]
 
 
-def _mlp(config: RunConfig, layout: Layout, routed: bool) -> float:
+def _mlp(config: RunConfig, layout: Layout, routed: bool, keeps: Keeps) -> float:
     """Numbers in the precision of the computation that a layer keeps of a token between its second norm and the
     residual. Tokens are taken to be spread evenly over experts."""
     model, moe, tp = config.model, config.model.moe, layout.tp
-    inner = 4 if model.gated else 2
+    width = COMPUTE_BYTES[config.train.precision]
+    operand = _operand(keeps, width)
+    inner = (keeps.gate if model.gated else 2) - 1 + operand
     if moe is None or not routed:
         return inner * cut_of(model, "ffn", tp, 0)[1]
-    wider = max(COMPUTE_BYTES[config.train.precision], 4) / COMPUTE_BYTES[config.train.precision]
+    wider = max(width, 4) / width
     router = wider * (model.hidden + 3 * moe.experts)  # its input, logits, scores, and these over their sum
     share = moe.capacity or 1.0
     rows = moe.top_k * (share if moe.overflow == "pad" else min(share, 1.0)) / tp
-    experts = rows * (layout.etp * model.hidden + inner * model.expert_width) + moe.top_k * model.hidden / tp
+    experts = rows * (layout.etp * model.hidden * operand + inner * model.expert_width) + moe.top_k * model.hidden / tp
     shared = inner * cut_of(model, "shared_ffn", tp, 0)[1] if moe.shared_ffn else 0
     return (router / tp if layout.sp else router) + experts + shared

@@ -25,7 +25,7 @@ class Layout:
 
     Attributes:
         sp: no axis: what tp does not split is split over the sequence, on the ranks of tp.
-        schedule, chunks, stage_layers: see `ParallelConfig`; what they mean is worked out in `layout/stages.py`.
+        schedule, chunks, stage_layers, cp_method: see `ParallelConfig`; what the first three mean, `layout/stages.py`.
     """
 
     pp: int = 1
@@ -38,6 +38,7 @@ class Layout:
     schedule: str = "1f1b"
     chunks: int = 1
     stage_layers: tuple[int, ...] | None = None
+    cp_method: str = "ring"
 
     def __post_init__(self) -> None:
         for axis in (*AXES, "ep", "etp"):
@@ -45,12 +46,19 @@ class Layout:
                 raise ConfigError(f"parallel.{axis}", getattr(self, axis), "an axis has at least one rank")
         if self.etp not in (1, self.tp):
             raise ConfigError(
-                "parallel.etp", self.etp, f"an expert is split as the dense layers are (tp={self.tp}) or not at all (1)"
+                "parallel.etp",
+                self.etp,
+                f"an expert is split as the dense layers are (tp={self.tp}) or not at all (1)",
+                f"use {' or '.join(map(str, sorted({1, self.tp})))}",
             )
         stage = self.dp * self.cp * self.tp
         if stage % (self.ep * self.etp):
+            sizes = [n for n in range(1, stage // self.etp + 1) if stage // self.etp % n == 0]
             raise ConfigError(
-                "parallel.ep", self.ep, f"ep x etp must divide the {stage} ranks of a stage (dp x cp x tp)"
+                "parallel.ep",
+                self.ep,
+                f"ep x etp must divide the {stage} ranks of a stage (dp x cp x tp)",
+                f"use {' or '.join(map(str, sizes[-3:]))}, or more ranks",
             )
 
     @classmethod
@@ -80,6 +88,7 @@ class Layout:
             schedule=parallel.schedule,
             chunks=parallel.chunks,
             stage_layers=parallel.stage_layers,
+            cp_method=parallel.cp_method,
         )
 
     @property
@@ -144,6 +153,7 @@ class Layout:
         """Short text: how many ranks, and the axes that are more than one wide."""
         wide = [f"{a}={getattr(self, a)}" for a in (*AXES, "ep", "etp") if getattr(self, a) > 1]
         wide += ["sp"] if self.sp else []
+        wide += [f"cp_method={self.cp_method}"] if self.cp > 1 else []
         if self.pp > 1:
             wide += [f"schedule={self.schedule}"] + ([f"chunks={self.chunks}"] if self.chunks > 1 else [])
         return f"{self.world} ranks, {' '.join(wide)}" if wide else "1 rank"

@@ -105,21 +105,24 @@ def misfit(model: ModelConfig, tp: int) -> Cut | None:
     return "vocab" if model.vocab < tp else None
 
 
-def tp_sizes(model: ModelConfig, ranks: int) -> list[int]:
-    """Sizes of tp that divide `ranks` and over which every dim can be cut."""
-    return [tp for tp in range(1, ranks + 1) if ranks % tp == 0 and misfit(model, tp) is None]
+def tp_sizes(model: ModelConfig, ranks: int = 0) -> list[int]:
+    """Sizes of tp over which every dim can be cut, and that divide `ranks` where it is given."""
+    most = min(ranks or model.heads, model.heads)
+    return [tp for tp in range(1, most + 1) if ranks % tp == 0 and misfit(model, tp) is None]
 
 
 def zero_misfit(model: ModelConfig, layout: Layout, stage: int) -> Literal["stage", "pp"] | None:
     """What keeps ZeRO of a stage from this layout of a model with experts, if anything does.
 
     Stage 3 shards all parameters over the same ranks, so experts must be reduced over dp x cp as others are. Stages 1
-    and 2 take a norm of each kind of parameter over all stages of a pipeline, so all must have experts if any has.
+    and 2 take a norm of each kind of parameter over all stages of a pipeline, so all must train experts if any does.
     """
     if model.moe is None or not stage or layout.ep * layout.etp == layout.tp:
         return None
     if stage == 3:
         return "stage"
+    if model.adapter is not None and not model.adapter.adapts("experts"):
+        return None
     with_experts = {s.home for s in stages(model, layout) if any(map(model.routed, s.layers))}
     return "pp" if len(with_experts) < layout.pp else None
 
@@ -138,7 +141,7 @@ def place(spec: ParameterSpec, model: ModelConfig, layout: Layout, rank: int) ->
         start[dim], shape[dim] = first * unit, count * unit
     peers = layout.group_of(rank, "tp")
     replicas = peers[tp // copies * copies :][:copies]
-    partial = ("tp",) if copies > 1 and (layout.sp or spec.by_head or any(spec.cuts)) else ()
+    partial = ("tp",) if copies > 1 and (layout.sp or spec.in_parts or any(spec.cuts)) else ()
     box = Box(tuple(start), (0,) * len(shape), tuple(shape))
     return Placement(spec.name, spec.shape, (box,), replicas, partial)
 

@@ -58,13 +58,14 @@ def make_schedule(name: str, stages: int, chunks: int, micro_batches: int) -> Sc
 def _check_chunks(name: str, chunks: int) -> None:
     key = "parallel.chunks"
     if name in ("gpipe", "1f1b") and chunks != 1:
-        raise ConfigError(key, chunks, f"{name} has 1 chunk a rank", "use parallel.schedule=interleaved or zb-h1")
+        fix = "use parallel.chunks=1, or parallel.schedule=interleaved or zb-h1"
+        raise ConfigError(key, chunks, f"{name} has 1 chunk a rank", fix)
     if name == "interleaved" and chunks == 1:
-        raise ConfigError(
-            key, chunks, "interleaved has 2 or more chunks a rank", "with one it is parallel.schedule=1f1b"
-        )
+        fix = "use parallel.chunks=2, or parallel.schedule=1f1b, which it is with one"
+        raise ConfigError(key, chunks, "interleaved has 2 or more chunks a rank", fix)
     if name == "zb-v" and chunks != 2:
-        raise ConfigError(key, chunks, "zb-v has 2 chunks a rank", "use parallel.schedule=zb-h1 for another number")
+        fix = "use parallel.chunks=2, or parallel.schedule=zb-h1 for another number"
+        raise ConfigError(key, chunks, "zb-v has 2 chunks a rank", fix)
 
 
 def gpipe(stages: int, chunks: int, micro_batches: int, rank: int) -> Order:

@@ -10,11 +10,13 @@ from dataclasses import dataclass
 
 from hpctrain.config.schema import RunConfig
 from hpctrain.layout.activations import COMPUTE_BYTES
+from hpctrain.layout.bus import factor
 from hpctrain.layout.layout import Layout, split
-from hpctrain.layout.parameters import parameter_specs
+from hpctrain.layout.parameters import parameter_specs, trained_specs
 from hpctrain.layout.placement import DENSE, cut_of, place, placements, tied_copy
 from hpctrain.layout.schedule import ZERO_BUBBLE
-from hpctrain.layout.stages import Stage, stages, stages_of
+from hpctrain.layout.shards import padded, replicas_of
+from hpctrain.layout.stages import Stage, shares_embedding, stages, stages_of
 
 NUMBERS_OF_LOSS = 4
 """What vocabulary-parallel cross-entropy gathers of each token: maximum, sum of exponentials, target, sum of logits."""
@@ -39,20 +41,12 @@ Traffic = dict[str, Payload]
 
 
 def wire(operation: str, payload: int, ranks: int) -> float:
-    """Bytes that leave a rank, at the least: what rings send, and rank to rank as much.
+    """Bytes that leave a rank, at the least: what rings send, and rank to rank as much (`layout.bus`).
 
-    An all-reduce is a reduce-scatter and an all-gather of a part (Thakur et al., 2005, doi 10.1177/1094342005051521).
+    Of an all-gather the payload is one part, and its size all of them.
     """
-    return (
-        payload
-        * {
-            "all_reduce": 2 * (ranks - 1) / ranks,
-            "all_gather": ranks - 1,
-            "reduce_scatter": (ranks - 1) / ranks,
-            "all_to_all": (ranks - 1) / ranks,
-            "send": 1,
-        }[operation]
-    )
+    size = payload * ranks if operation == "all_gather" else payload
+    return size * factor(operation, ranks)
 
 
 def tensor_traffic(config: RunConfig, layout: Layout, rank: int = 0) -> Traffic:
@@ -63,7 +57,8 @@ def tensor_traffic(config: RunConfig, layout: Layout, rank: int = 0) -> Traffic:
     back the inputs of column-parallel linears that were not kept; a schedule that leaves weights for later has 2 more
     for output gradients of row-parallel ones. Full recomputation runs a layer's forward again.
     Embedding, head and loss are sent for by the ranks of a pipeline that hold them. Half of a layer's is that of its
-    MLP; experts have none of it, and what `_of_routed_layer` says instead, and a shared MLP has it.
+    MLP; experts have none of it, and what `_of_routed_layer` says instead, and a shared MLP has it. What is not
+    trained, beside adapters, needs no gradient, nor an input for one: `_untrained`.
     """
     if layout.tp == 1:
         return {}
@@ -90,27 +85,77 @@ def _of_stage(config: RunConfig, layout: Layout, rank: int, stage: Stage) -> Tra
     boundaries = len(stage.layers) + mlps  # into a region and out of it again: attention, MLP
     first, last = int(stage.first), int(stage.last)
     sums = Payload()  # of gradients that arise in parts
-    for spec in filter(stage.holds, parameter_specs(model)):
-        record = place(spec, model, layout, rank)
-        if record.partial_over and (spec.by_head or any(spec.cuts)):  # norms of heads; key/value heads held twice
+    for spec in filter(stage.holds, trained_specs(model)):
+        record, alone = place(spec, model, layout, rank), spec.in_parts or any(spec.cuts) or model.adapter is not None
+        if record.partial_over and alone:  # norms of heads; key/value heads held twice; adapters
             sums += Payload(1, math.prod(record.local_shape) * wide)
     gathers = Payload(1, NUMBERS_OF_LOSS * tokens * wide) * last
     scatters = Payload()
+    left = _untrained(config, layout, stage) if model.adapter is not None else _Untrained()
     if layout.sp:
-        norm = model.hidden * (2 if model.norm == "layernorm" else 1)
-        sums += Payload(1, norm * wide) * (2 * len(stage.layers) + last)
-        scatters += whole * (boundaries * (forwards + 1) + first + last)  # embedding forward, head backward
-        gathers += part * (boundaries * (forwards + 2) + first + 2 * last)  # embedding backward, head both ways
+        norm = 0 if model.adapter is not None else model.hidden * (2 if model.norm == "layernorm" else 1)
+        sums += Payload(1, norm * wide) * (2 * len(stage.layers) + last) * (norm > 0)
+        scatters += whole * (
+            boundaries * (forwards + 1) + first + last + left.inputs
+        )  # embedding forward, head backward
+        inputs = boundaries * (forwards + 2) + first + 2 * last - left.columns + left.dropped * forwards
+        gathers += part * inputs
         if layout.schedule in ZERO_BUBBLE:
-            gathers += part * boundaries  # output gradients once more, for weights of row-parallel linears
-        if model.position == "learned":
+            gathers += part * (
+                boundaries - left.rows
+            )  # output gradients once more, for weights of row-parallel linears
+        if model.position == "learned" and model.adapter is None:
             gathers += Payload(1, seq * model.hidden * width // layout.tp) * first
     else:
-        sums += whole * (boundaries * (forwards + 1) + first + last)
+        sums += whole * (boundaries * (forwards + 1) + first + last + left.inputs)
+    sums += Payload(1, model.hidden * wide) * (left.norms * forwards)
     if routed:
         of_layer = _of_routed_layer(config, layout, layout.coordinates(rank)["tp"])
         sums, gathers = sums + of_layer[0] * len(routed), gathers + of_layer[1] * len(routed)
     return {"all_reduce": sums, "all_gather": gathers, "reduce_scatter": scatters}
+
+
+@dataclass(frozen=True)
+class _Untrained:
+    """What a virtual stage with adapters sends otherwise than one that is trained whole, for one micro-batch.
+
+    Attributes:
+        inputs: sums of inputs' gradients, more than one a boundary: adapters behind dropout have an input of their own,
+            and before the first layer nothing is trained.
+        columns: gathers of inputs, and of the embedding's gradient, for weights that are not trained.
+        rows: row-parallel linears without an adapter.
+        dropped: boundaries at which adapters have an input of their own.
+        norms: row-parallel linears whose rows' norms are summed.
+    """
+
+    inputs: int = 0
+    columns: int = 0
+    rows: int = 0
+    dropped: int = 0
+    norms: int = 0
+
+
+def _untrained(config: RunConfig, layout: Layout, stage: Stage) -> _Untrained:
+    model, adapter = config.model, config.model.adapter
+    assert adapter is not None
+
+    def fans(layer: int) -> list[tuple[tuple[str, ...], str]]:
+        """The linears of one input, and the one out again, of each boundary of a layer."""
+        dense = not model.routed(layer) or (model.moe is not None and model.moe.shared_ffn)
+        inner = ("gate", "up") if model.gated else ("up",)
+        return [(("q", "k", "v"), "output"), *([(inner, "down")] if dense else [])]
+
+    each = [(any(map(adapter.adapts, fan)), adapter.adapts(out)) for i in stage.layers for fan, out in fans(i)]
+    columns, rows = sum(into for into, _ in each), sum(out for _, out in each)
+    dropped = columns if adapter.dropout else 0
+    nothing = (1 + (adapter.dropout > 0 and each[0][0])) if stage.first and each else 0
+    return _Untrained(
+        inputs=dropped - nothing,
+        columns=len(each) - columns + stage.first + stage.last,
+        rows=len(each) - rows,
+        dropped=dropped,
+        norms=rows if adapter.kind == "dora" else 0,
+    )
 
 
 def _of_routed_layer(config: RunConfig, layout: Layout, index: int) -> tuple[Payload, Payload]:
@@ -130,7 +175,8 @@ def _of_routed_layer(config: RunConfig, layout: Layout, index: int) -> tuple[Pay
         return Payload(), rows * (forwards + 1) + Payload(1, share * moe.top_k * wide)
     counts = Payload(1, train.micro_batch * (3 * moe.experts + 3) * wide)
     choices = Payload(1, share * moe.top_k * 8) * (moe.capacity is not None)
-    return counts * forwards + Payload(1, moe.experts * model.hidden * wide), choices * forwards
+    weight = Payload(1, moe.experts * model.hidden * wide) * (model.adapter is None)
+    return counts * forwards + weight, choices * forwards
 
 
 def expert_traffic(config: RunConfig, layout: Layout, rank: int = 0) -> dict[str, Traffic]:
@@ -174,16 +220,23 @@ def data_bytes(config: RunConfig, layout: Layout, rank: int = 0, over: tuple[str
     micro-batch; ZeRO 3 reduce-scatters N m for every micro-batch and gathers its part of the matrices twice, once if
     weights are kept for backward, and of the vectors once a step. Prefetching may keep some matrices for backward that
     would be let go: then less. The parts are padded (`sharding/deepspeed/traffic.py` says what DeepSpeed sends when).
+    Of `fsdp`, `_fsdp_bytes` says it.
 
-    Experts are reduced over edp; by DeepSpeed over dp x cp with all else, where those are the same ranks.
+    Experts are reduced over edp; by DeepSpeed over dp x cp with all else, where those are the same ranks. N is that of
+    what is trained; but ZeRO 3 gathers all weights, if they are not in 4 bits.
     """
+    if config.engine == "fsdp":
+        return _fsdp_bytes(config, layout, rank, over)
     ranks = math.prod(layout.sizes(over))
     together = config.engine == "deepspeed" and layout.ep * layout.etp == layout.tp
     width = COMPUTE_BYTES[config.train.precision]
     wide, rounds = max(width, 4), config.train.global_batch // (layout.dp * config.train.micro_batch)
-    records, decays = placements(config.model, layout, rank), {s.name: s.decay for s in parameter_specs(config.model)}
+    specs = {spec.name: spec for spec in parameter_specs(config.model) if spec.block is None}
+    records = {n: r for n, r in placements(config.model, layout, rank).items() if n in specs}
+    decays = {name: spec.decay for name, spec in specs.items()}
     chosen = {n: r for n, r in records.items() if (DENSE if together else r.reduced_over) == over}
-    sizes = {name: math.prod(record.local_shape) for name, record in chosen.items()}
+    every = {name: math.prod(record.local_shape) for name, record in chosen.items()}
+    sizes = {name: size for name, size in every.items() if specs[name].trained}
     if ranks == 1 or not sizes:
         return {}
     stage, total = config.sharding.stage, sum(sizes.values())
@@ -194,59 +247,112 @@ def data_bytes(config: RunConfig, layout: Layout, rank: int = 0, over: tuple[str
         gathered = sum(-(-size // (2 * ranks)) * 2 for size in groups)
         return {"all_reduce": total * wide * (rounds if stage == 2 else 1), "all_gather": gathered * width}
     parts = {
-        decay: sum(-(-n // ranks) for name, n in sizes.items() if decays[name] == decay) for decay in (True, False)
+        decay: sum(-(-n // ranks) for name, n in every.items() if decays[name] == decay) for decay in (True, False)
     }
     times = rounds * (2 if config.sharding.reshard_after_forward else 1)
     return {
-        "reduce_scatter": sum(parts.values()) * ranks * wide * rounds,
+        "reduce_scatter": sum(-(-n // ranks) for n in sizes.values()) * ranks * wide * rounds,
         "all_gather": (parts[True] * times + parts[False]) * width,
     }
 
 
-def context_traffic(config: RunConfig, layout: Layout) -> Traffic:
-    """Payload of a rank over cp in one optimizer step without a pipeline, by engine `none`.
+def _fsdp_bytes(config: RunConfig, layout: Layout, rank: int, over: tuple[str, ...]) -> dict[str, int]:
+    """`data_bytes` of engine `fsdp`, over the ranks that have the parts of one copy of the state.
+
+    Each rank sends its part of the layers for every forward and again for every backward, and of embedding, final norm
+    and head for every forward: their backward needs no values, or comes next. If weights are kept, it sends its part of
+    all once a step. An embedding whose copy is the head of another stage is gathered once more. Gradients of all are
+    reduce-scattered for every micro-batch, or once a step. Parts are padded (`layout/shards.py`).
+    """
+    sharding, train = config.sharding, config.train
+    total = math.prod(layout.sizes(over))
+    ranks = total // replicas_of(sharding.replicas, total)
+    records = [r for r in placements(config.model, layout, rank).values() if r.reduced_over == over]
+    if ranks == 1 or not records:
+        return {}
+    rounds = train.global_batch // (layout.dp * train.micro_batch)
+    layers = {spec.name for spec in parameter_specs(config.model) if spec.layer is not None}
+    sizes = {record.name: padded(record.local_shape, ranks) for record in records}
+    gathered = 0
+    for name, size in sizes.items():
+        times = 1 if not sharding.reshard_after_forward else rounds * (2 if name in layers else 1)
+        times += name == "embedding.weight" and shares_embedding(config.model, layout)
+        gathered += size // ranks * times
+    reductions = 1 if sharding.reduce_every == "step" else rounds
+    return {
+        "reduce_scatter": sum(sizes.values()) * _reduce_width(config) * reductions,
+        "all_gather": gathered * COMPUTE_BYTES[train.precision],
+    }
+
+
+def replica_bytes(config: RunConfig, layout: Layout, rank: int = 0, over: tuple[str, ...] = DENSE) -> int:
+    """Payload of a rank in one optimizer step in the all-reduces of gradients over the replicas of state that engine
+    `fsdp` shards: its part of all gradients, once."""
+    total = math.prod(layout.sizes(over))
+    replicas = replicas_of(config.sharding.replicas, total)
+    if replicas == 1:
+        return 0
+    records = (r for r in placements(config.model, layout, rank).values() if r.reduced_over == over)
+    parts = sum(padded(r.local_shape, total // replicas) // (total // replicas) for r in records)
+    return parts * _reduce_width(config)
+
+
+def _reduce_width(config: RunConfig) -> int:
+    """Bytes of an element of a gradient that engine `fsdp` reduces."""
+    compute = COMPUTE_BYTES[config.train.precision]
+    return max(compute, COMPUTE_BYTES[config.sharding.reduce_dtype])
+
+
+def context_traffic(config: RunConfig, layout: Layout, rank: int = 0) -> Traffic:
+    """Payload of a rank over cp in one optimizer step, for the layers that it holds, by engine `none`.
 
     With K and Q bytes of the keys and of the queries of a micro-batch that a rank holds of one layer: a ring sends
     2K (keys and values) cp - 1 times forward, and again backward, and as often their gradients in float32 or wider.
     Ulysses trades Q + 2K and then Q (the output) forward, and the same backward. Recomputation of either kind runs
     forward again. Routers sum their counts of each sample, and with a capacity gather the choices.
     """
-    assert layout.pp == 1, layout
-    if layout.cp == 1:
+    held = [layer for stage in stages_of(config.model, layout, rank) for layer in stage.layers]
+    if layout.cp == 1 or not held:
         return {}
-    return _of_attention(config, layout) | _of_routers(config, layout)
+    rounds = config.train.global_batch // (layout.dp * config.train.micro_batch)
+    routed = sum(map(config.model.routed, held))
+    return _of_attention(config, layout, len(held) * rounds) | _of_routers(config, layout, routed * rounds)
 
 
-def _of_routers(config: RunConfig, layout: Layout) -> Traffic:
-    """What routers send over cp."""
-    model, moe, train = config.model, config.model.moe, config.train
-    number = sum(map(model.routed, range(model.layers)))
-    if moe is None or not number:
+def _of_routers(config: RunConfig, layout: Layout, times: int) -> Traffic:
+    """What a router sends over cp for a micro-batch, so many times."""
+    moe, train = config.model.moe, config.train
+    if moe is None or not times:
         return {}
-    times = number * (2 if train.recompute == "full" else 1) * (train.global_batch // (layout.dp * train.micro_batch))
+    times *= 2 if train.recompute == "full" else 1
     wide, tokens = max(COMPUTE_BYTES[train.precision], 4), train.micro_batch * config.data.seq // layout.cp
     out = {"all_reduce": Payload(1, train.micro_batch * (3 * moe.experts + 3) * wide) * times}
     return out | ({"all_gather": Payload(1, tokens * moe.top_k * 8) * times} if moe.capacity else {})
 
 
-def _of_attention(config: RunConfig, layout: Layout) -> Traffic:
-    """What attention sends over cp."""
+def _of_attention(config: RunConfig, layout: Layout, times: int) -> Traffic:
+    """What a layer's attention sends over cp for a micro-batch, so many times."""
     model, train = config.model, config.train
     width = COMPUTE_BYTES[train.precision]
     heads, kv = (cut_of(model, cut, layout.tp, 0)[1] for cut in ("heads", "kv_heads"))
     forwards = 1 if train.recompute == "none" else 2
     held = train.micro_batch * config.data.seq // layout.cp * model.head_width  # elements of a head
-    rounds = model.layers * train.global_batch // (layout.dp * train.micro_batch)
     if config.parallel.cp_method == "ring":
         keys, gradients = Payload(1, 2 * kv * held * width), Payload(1, 2 * kv * held * max(width, 4))
-        return {"send": (keys * (forwards + 1) + gradients) * ((layout.cp - 1) * rounds)}
+        return {"send": (keys * (forwards + 1) + gradients) * ((layout.cp - 1) * times)}
     repeated = math.lcm(kv, layout.cp)
     there, back = Payload(1, (heads + 2 * repeated) * held * width), Payload(1, heads * held * width)
-    return {"all_to_all": (there + back) * ((forwards + 1) * rounds)}
+    return {"all_to_all": (there + back) * ((forwards + 1) * times)}
 
 
 def pipeline_bytes(config: RunConfig, layout: Layout, rank: int) -> int:
-    """Sent over pp: hidden states to the stage after, their gradients to the stage before, where that is another rank.
+    """Sent over pp in one optimizer step, to whichever stage."""
+    return sum(pipeline_sends(config, layout, rank).values())
+
+
+def pipeline_sends(config: RunConfig, layout: Layout, rank: int) -> dict[int, int]:
+    """Bytes sent over pp in one optimizer step, by the pp index of who gets them: hidden states to the stage after,
+    their gradients to the stage before, where that is another rank.
 
     With m micro-batches of b samples of s tokens, each of n such boundaries costs m b s hidden elements in the
     precision of the computation, divided by cp, and by tp where the sequence is sharded over it. A tied embedding adds
@@ -254,12 +360,16 @@ def pipeline_bytes(config: RunConfig, layout: Layout, rank: int) -> int:
     """
     homes = {stage.index: stage.home for stage in stages(config.model, layout)}
     mine = stages_of(config.model, layout, rank)
-    neighbours = [homes[i] for stage in mine for i in (stage.index - 1, stage.index + 1) if i in homes]
-    boundaries = sum(home != mine[0].home for home in neighbours)
     tokens = config.train.global_batch // layout.dp * config.data.seq // layout.cp // (layout.tp if layout.sp else 1)
     width = COMPUTE_BYTES[config.train.precision]
-    sent = boundaries * tokens * config.model.hidden * width
+    sent: dict[int, int] = {}
+    for home in (homes[i] for stage in mine for i in (stage.index - 1, stage.index + 1) if i in homes):
+        if home != mine[0].home:
+            sent[home] = sent.get(home, 0) + tokens * config.model.hidden * width
+    trained = config.model.adapter is None
     copy, ends = tied_copy(config.model, layout, rank), (homes[0], homes[len(homes) - 1])
     if copy is not None and ends[0] != ends[1] and mine[0].home in ends:
-        sent += math.prod(copy.local_shape) * (width if mine[0].first else max(width, 4))
+        other = ends[mine[0].home == ends[0]]
+        each = width if mine[0].first else max(width, 4) * trained
+        sent[other] = sent.get(other, 0) + math.prod(copy.local_shape) * each
     return sent

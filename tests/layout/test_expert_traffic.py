@@ -24,6 +24,7 @@ CASES: list[dict[str, Any]] = [
     dict(world=4, parallel=dict(cp=2, tp=2, ep=4)),
     dict(world=4, parallel=dict(cp=2, tp=2, sp=True, ep=4), moe=dict(capacity=4.0), train=dict(recompute="full")),
     dict(world=4, parallel=dict(pp=2, ep=2, stage_layers=(2, 1)), moe=dict(dense_layers=1)),
+    dict(world=4, parallel=dict(pp=2, cp=2, ep=2, stage_layers=(1, 2)), moe=dict(dense_layers=1, capacity=4.0)),
 ]
 
 
@@ -50,11 +51,11 @@ def test_formula_is_what_is_counted(ranks: Any, case: dict[str, Any]) -> None:
     sections |= {"data": case.get("data", sections["data"]), "model": dict(layers=3, moe=MOE | case.get("moe", {}))}
     config, world = make_config(**sections), case["world"]
     layout, found = Layout.of(config.parallel, world), ranks(world, counted, config, world)
-    assert found[0].keys() & {"ep", "etp"} == {axis for axis in ("ep", "etp") if getattr(layout, axis) > 1}
+    over = {axis for of_rank in found for axis in of_rank}
+    assert over & {"ep", "etp"} == {axis for axis in ("ep", "etp") if getattr(layout, axis) > 1}
     for rank in range(world):
         assert found[rank].get("tp", {}) == tensor_traffic(config, layout, rank)
-        if layout.pp == 1:
-            assert found[rank].get("cp", {}) == context_traffic(config, layout)
+        assert found[rank].get("cp", {}) == context_traffic(config, layout, rank)
         want, stage = expert_traffic(config, layout, rank), layout.group_of(rank, "edp", "ep", "etp")
         for axis in ("ep", "etp"):
             every = [found[other].get(axis, {}) for other in stage]

@@ -42,6 +42,7 @@ def test_tp_is_innermost_and_pp_outermost():
     assert layout.coordinates(6) == {"pp": 1, "dp": 1, "cp": 0, "tp": 0}
     assert layout.describe() == "8 ranks, pp=2 dp=2 tp=2 schedule=1f1b"
     assert Layout(tp=2, sp=True).describe() == "2 ranks, tp=2 sp"
+    assert Layout.of(ParallelConfig(cp=2, cp_method="ulysses"), 2).describe() == "2 ranks, cp=2 cp_method=ulysses"
 
 
 def test_expert_axes_factor_a_stage_again():

@@ -130,16 +130,23 @@ def test_zb_v_has_no_bubble_where_steps_need_not_meet(stages: int) -> None:
         (("1f1b", 2, 1, 0), "micro_batches=0: must be 1 or more."),
         (
             ("gpipe", 2, 2, 2),
-            "parallel.chunks=2: gpipe has 1 chunk a rank; use parallel.schedule=interleaved or zb-h1.",
+            "parallel.chunks=2: gpipe has 1 chunk a rank; "
+            "use parallel.chunks=1, or parallel.schedule=interleaved or zb-h1.",
         ),
-        (("1f1b", 2, 3, 2), "parallel.chunks=3: 1f1b has 1 chunk a rank; use parallel.schedule=interleaved or zb-h1."),
+        (
+            ("1f1b", 2, 3, 2),
+            "parallel.chunks=3: 1f1b has 1 chunk a rank; "
+            "use parallel.chunks=1, or parallel.schedule=interleaved or zb-h1.",
+        ),
         (
             ("interleaved", 2, 1, 2),
-            "parallel.chunks=1: interleaved has 2 or more chunks a rank; with one it is parallel.schedule=1f1b.",
+            "parallel.chunks=1: interleaved has 2 or more chunks a rank; "
+            "use parallel.chunks=2, or parallel.schedule=1f1b, which it is with one.",
         ),
         (
             ("zb-v", 2, 1, 2),
-            "parallel.chunks=1: zb-v has 2 chunks a rank; use parallel.schedule=zb-h1 for another number.",
+            "parallel.chunks=1: zb-v has 2 chunks a rank; "
+            "use parallel.chunks=2, or parallel.schedule=zb-h1 for another number.",
         ),
     ],
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 
 import pytest
 
@@ -11,20 +12,34 @@ from hpctrain.layout.layout import Layout
 from hpctrain.layout.stages import balanced, head_cost, stages
 
 
-@pytest.mark.parametrize("number", [1, 2, 3, 4])
+@pytest.mark.parametrize(
+    "homes", [(0,), (0, 1), (0, 1, 2), (0, 1, 2, 3), (0, 1, 0, 1), (0, 1, 1, 0), (0, 1, 2, 0, 1, 2), (0, 1, 2, 2, 1, 0)]
+)
 @pytest.mark.parametrize("head", [0.0, 0.4, 1.0, 1.3, 2.4, 9.0])
-def test_the_dearest_stage_costs_as_little_as_can_be(number: int, head: float) -> None:
+def test_the_busiest_rank_has_as_little_as_can_be(homes: tuple[int, ...], head: float) -> None:
+    number = len(homes)
+
+    def cost(sizes: Sequence[int]) -> tuple[float, float]:
+        costs = [*sizes[:-1], sizes[-1] + head]
+        return max(sum(c for c, h in zip(costs, homes) if h == home) for home in homes), max(costs)
+
     for layers in range(number, 11):
-        sizes = balanced(layers, number, head)
-        cuts = itertools.combinations(range(1, layers), number - 1)
-        splits = [[b - a for a, b in itertools.pairwise((0, *cut, layers))] for cut in cuts]
-        best = min(max(*split[:-1], split[-1] + head) if number > 1 else layers for split in splits)
-        assert sum(sizes) == layers and min(sizes) >= 1
-        assert max(*sizes[:-1], sizes[-1] + head) == best if number > 1 else sizes == [layers]
+        sizes = balanced(layers, homes, head)
+        cuts = itertools.combinations(range(1, layers + 1), number - 1)
+        best = min(cost([b - a for a, b in itertools.pairwise((0, *cut, layers))]) for cut in cuts)
+        assert sum(sizes) == layers and min(sizes[:-1], default=1) >= 1
+        assert cost(sizes) == pytest.approx(best)
 
 
 def test_a_free_head_leaves_an_even_split_with_the_larger_first() -> None:
-    assert balanced(10, 4, 0.0) == [3, 3, 2, 2]
+    assert balanced(10, (0, 1, 2, 3), 0.0) == (3, 3, 2, 2)
+    assert balanced(10, (0, 1, 0, 1), 0.0) == (3, 3, 2, 2)
+
+
+def test_chunks_of_a_rank_are_weighed_together() -> None:
+    """The rank that has the head has fewer layers in all, though no stage is dearer than its last."""
+    assert balanced(4, (0, 1, 0, 1), 1.45) == (2, 1, 1, 0)
+    assert balanced(4, (0, 1, 1, 0), 1.45) == (1, 2, 1, 0)
 
 
 def test_a_large_vocabulary_takes_layers_off_the_last_stage() -> None:

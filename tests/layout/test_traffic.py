@@ -8,6 +8,7 @@ import pytest
 
 from hpctrain.config.load import load
 from hpctrain.layout.layout import Layout
+from hpctrain.layout.stages import stages_of
 from hpctrain.layout.traffic import Payload, context_traffic, data_bytes, tensor_traffic, wire
 from tests.training import make_config, make_mesh, train_step
 
@@ -18,6 +19,9 @@ CASES: list[dict[str, Any]] = [
     dict(tp=2, world=4, model=dict(norm="layernorm", position="learned", bias=True, tied=True, layers=3)),
     dict(tp=2, world=2, train=dict(recompute="full", micro_batch=1)),
     dict(tp=2, world=2, train=dict(recompute="selective"), model=dict(dropout=0.1)),
+    dict(tp=4, world=4, model=dict(adapter=dict(kind="dora", rank=3), bias=True)),
+    dict(tp=2, world=2, model=dict(adapter=dict(targets=["q", "down"], dropout=0.1), position="learned")),
+    dict(tp=2, world=2, model=dict(adapter=dict(kind="qlora", block=2)), train=dict(recompute="full", micro_batch=2)),
 ]
 
 
@@ -53,6 +57,8 @@ PIPELINES: list[dict[str, Any]] = [
     dict(pp=3, stage_layers=(0, 3, 1)),
     dict(pp=2, schedule="interleaved", chunks=2),
     dict(pp=2, schedule="zb-h1"),
+    dict(pp=2, schedule="zb-h1", adapter=dict(kind="dora", targets=["attention", "up"])),
+    dict(pp=3, stage_layers=(0, 3, 1), adapter=dict(rank=2)),
 ]
 
 
@@ -60,16 +66,20 @@ PIPELINES: list[dict[str, Any]] = [
 @pytest.mark.parametrize("parallel", PIPELINES, ids=str)
 def test_formula_of_every_stage_of_a_pipeline(ranks: Any, parallel: dict[str, Any], sp: bool) -> None:
     model, world = dict(layers=4, norm="layernorm", position="learned", tied=True, kv_heads=1), 2 * parallel["pp"]
-    config = make_config(model=model, data=dict(seq=12), parallel=dict(tp=2, sp=sp, **parallel))
+    axes = {key: value for key, value in parallel.items() if key != "adapter"}
+    model["adapter"] = parallel.get("adapter")
+    config = make_config(model=model, data=dict(seq=12), parallel=dict(tp=2, sp=sp, **axes))
     layout = Layout.of(config.parallel, world)
     for rank, steps in enumerate(ranks(world, counted, config, world)):
         assert steps == [tensor_traffic(config, layout, rank)] * 2
 
 
-@pytest.mark.parametrize("parallel", [dict(), dict(tp=2), dict(pp=2)], ids=str)
+@pytest.mark.parametrize("parallel", [dict(), dict(tp=2), dict(pp=2), dict(adapter=dict(kind="dora"))], ids=str)
 def test_gradients_are_summed_once_a_step(ranks: Any, parallel: dict[str, Any]) -> None:
     """Whatever else is sent over dp is objects, which are not counted, and the loss, over pp too."""
-    config = make_config(model=dict(tied=True), parallel=parallel, train=dict(precision="bf16", micro_batch=1))
+    parallel = dict(parallel)
+    model = dict(tied=True, adapter=parallel.pop("adapter", None))
+    config = make_config(model=model, parallel=parallel, train=dict(precision="bf16", micro_batch=1))
     layout = Layout.of(config.parallel, 4)
     for rank, steps in enumerate(ranks(4, counted, config, 4, ("dp+cp",))):
         assert [{op: payload.bytes for op, payload in step.items()} for step in steps] == [
@@ -84,6 +94,9 @@ RINGS: list[dict[str, Any]] = [
     dict(parallel=dict(cp=2, tp=2, sp=True), world=4, model=dict(position="learned", kv_heads=1)),
     dict(parallel=dict(cp=4, cp_method="ulysses"), world=4, train=dict(precision="bf16")),
     dict(parallel=dict(cp=2, tp=2, cp_method="ulysses"), world=4, train=dict(recompute="full", micro_batch=2)),
+    dict(parallel=dict(cp=2, pp=3, stage_layers=(0, 3, 1)), world=6, model=dict(layers=4)),
+    dict(parallel=dict(cp=2, tp=2, sp=True, pp=2, schedule="zb-v", chunks=2), world=8, model=dict(layers=5)),
+    dict(parallel=dict(cp=2, cp_method="ulysses", pp=2), world=8, model=dict(layers=3), train=dict(recompute="full")),
 ]
 
 
@@ -91,9 +104,10 @@ RINGS: list[dict[str, Any]] = [
 def test_formula_over_cp_is_what_is_counted(ranks: Any, case: dict[str, Any]) -> None:
     config = make_config(**{k: v for k, v in case.items() if k != "world"}, data=dict(seq=16))
     layout, world = Layout.of(config.parallel, case["world"]), case["world"]
-    over_tp, over_cp = tensor_traffic(config, layout), context_traffic(config, layout)
-    assert not over_tp.keys() & over_cp.keys() and over_cp
-    for steps in ranks(world, counted, config, world, ("tp", "cp")):
+    for rank, steps in enumerate(ranks(world, counted, config, world, ("tp", "cp"))):
+        over_tp, over_cp = tensor_traffic(config, layout, rank), context_traffic(config, layout, rank)
+        assert not over_tp.keys() & over_cp.keys()
+        assert bool(over_cp) == any(stage.layers for stage in stages_of(config.model, layout, rank))
         assert steps == [over_tp | over_cp] * 2
 
 

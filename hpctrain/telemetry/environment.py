@@ -19,6 +19,7 @@ from typing import Any
 import psutil
 
 import hpctrain
+from hpctrain.files import write_whole
 
 ENVIRONMENT_FILE = "environment.json"
 
@@ -60,9 +61,7 @@ def environment() -> dict[str, Any]:
 def write_environment(folder: Path) -> Path:
     """Write the record into a run folder; the file's path."""
     target = folder / ENVIRONMENT_FILE
-    part = target.with_name(target.name + ".part")
-    part.write_text(json.dumps(environment(), indent=2) + "\n")
-    part.replace(target)
+    write_whole(target, json.dumps(environment(), indent=2) + "\n")
     return target
 
 

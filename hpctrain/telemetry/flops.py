@@ -89,7 +89,7 @@ def flops_per_token(model: ModelConfig, seq: int) -> TokenFlops:
     A multiply-add is 2 FLOPs and backward costs twice forward, hence 6 a weight. Attention multiplies `seq`
     keys and `seq` values of width d: 2 x 2 x seq x d forward, three times that in all.
     """
-    weights = 6 * matmul_weights(model)
+    weights = 4 * matmul_weights(model) + 2 * matmul_weights(model, trained=True)
     attention = 12 * model.layers * model.heads * model.head_width * seq
     return TokenFlops(weights + attention, weights + attention // 2)
 

@@ -6,6 +6,7 @@ in: Slurm puts it on the job's or the step's, two levels above the process.
 
 from __future__ import annotations
 
+import ctypes
 import resource
 import sys
 from dataclasses import dataclass
@@ -14,10 +15,10 @@ from typing import TYPE_CHECKING
 
 import psutil
 
+from hpctrain.layout.units import GIB
+
 if TYPE_CHECKING:
     import torch
-
-GIB = 1 << 30
 
 PROC_CGROUP = Path("/proc/self/cgroup")
 CGROUP_ROOT = Path("/sys/fs/cgroup")
@@ -59,6 +60,11 @@ def available_memory(device: torch.device) -> Memory:
         import torch
 
         return Memory(torch.cuda.mem_get_info(device)[0], "cuda")
+    return host_memory()
+
+
+def host_memory() -> Memory:
+    """What could still be allocated by this process in memory of the machine."""
     machine = Memory(int(psutil.virtual_memory().available), "machine")
     limit = cgroup_available()
     return machine if limit is None else min(machine, Memory(limit, "cgroup"), key=lambda m: m.bytes)
@@ -102,3 +108,20 @@ def _left(mount: Path, path: str, limit: str, usage: str, cache: str) -> list[in
         if most < UNLIMITED:
             out.append(max(most - used + int(stat.get(cache, 0)), 0))
     return out
+
+
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, LARGE = -1, -3, 1 << 20
+"""Of mallopt(3), and the bytes from which on an allocation is a mapping of its own."""
+
+
+def return_freed_memory() -> None:
+    """Have the C library give memory back to the system when it is freed.
+
+    glibc raises the bound above which it does so to what was freed last, up to 32 MiB, and keeps what is below: a rank
+    that drew initial values layer by layer, and let each go, held as much as the whole model. A bound that is set
+    stays. Other C libraries do without.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        for parameter in (M_MMAP_THRESHOLD, M_TRIM_THRESHOLD):
+            mallopt(parameter, LARGE)

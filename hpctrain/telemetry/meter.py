@@ -36,11 +36,19 @@ class Collective(NamedTuple):
 
 @dataclass
 class Traffic:
-    """Collectives of one kind over one axis: how many, with how many payload bytes, waited for how long."""
+    """Collectives of one kind over one axis.
+
+    Attributes:
+        calls: how many.
+        bytes: of payload.
+        seconds: waited for them.
+        beside: seconds that they were under way before, while the rank did something else.
+    """
 
     calls: int = 0
     bytes: int = 0
     seconds: float = 0.0
+    beside: float = 0.0
 
 
 class Work(Protocol):
@@ -115,9 +123,13 @@ class Meter:
         traffic = self.traffic[operation, axis]
         traffic.calls += 1
         traffic.bytes += size
+        self.mark(f"sent {operation}[{axis}]")
+
+    def mark(self, name: str) -> None:
+        """Put a moment into the trace."""
         if self.tracing:
             now = time.perf_counter()
-            self.events.append(Event(f"sent {operation}[{axis}]", now, now))
+            self.events.append(Event(name, now, now))
 
     def awaited(self) -> Collective | None:
         """The collective that the rank waits in, or that its device does."""
@@ -126,9 +138,14 @@ class Meter:
         return self.blocked
 
     @contextmanager
-    def waiting(self, collective: Collective) -> Iterator[None]:
+    def waiting(self, collective: Collective, since: float | None = None) -> Iterator[None]:
         """Add the time of the block to what is waited for collectives. It is blocked no more when the block raises:
-        what `last` says remains."""
+        what `last` says remains.
+
+        Args:
+            collective: that the block waits for.
+            since: when it was begun, by the clock of events, where that was before.
+        """
         self.blocked = collective
         self.changes += 1
         start = time.perf_counter()
@@ -141,6 +158,7 @@ class Meter:
             counted = self.traffic.get((collective.operation, collective.axis))
             if counted is not None:  # objects are no traffic: rare, small, and of no formula
                 counted.seconds += end - start
+                counted.beside += start - since if since is not None else 0.0
             else:
                 self.seconds[collective.operation] += end - start
             self._charged += end - start
@@ -150,6 +168,10 @@ class Meter:
     def communication(self) -> float:
         """Seconds waited for all collectives."""
         return sum(t.seconds for t in self.traffic.values())
+
+    def hidden(self) -> float:
+        """Seconds that collectives were under way before they were waited for, each counted by itself."""
+        return sum(t.beside for t in self.traffic.values())
 
     def reset(self) -> None:
         """Start again from zero."""

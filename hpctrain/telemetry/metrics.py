@@ -17,6 +17,7 @@
 | `time/compute` | seconds | of it, forward and backward, without waiting for other ranks |
 | `time/communication` | seconds | of it, waiting for other ranks, in whatever phase |
 | `time/optimizer` | seconds | of it, clipping and update |
+| `time/hidden` | seconds | that collectives were under way before they were waited for, added up |
 | `consumed_samples`, `consumed_tokens` | | since the beginning of training, over all ranks |
 | `skipped_steps` | | steps skipped so far because the loss or gradient was not finite |
 | `loss_scale` | | fp16 only, else null |
@@ -25,6 +26,7 @@
 | `moe/dropped_tokens` | | choices of an expert in this step that were above its capacity, over all layers |
 | `moe/load_imbalance` | | tokens sent to the busiest expert, over the mean; of the layer where that is largest |
 | `moe/load_imbalance_layer_N` | | the same of layer N, counted from 0 |
+| `data/epochs_N` | | of a blend: how often corpus N of it was read so far, counted from 0 |
 | `engine` | | sharding engine and stage, for example `deepspeed-2` |
 | `eval_tokens`, `eval_seconds` | , seconds | eval only: valid tokens averaged over, and what it took |
 | `unigram_entropy` | nats a token | eval only: of the corpus, to compare the loss with; null if not known |
@@ -57,13 +59,15 @@ NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 @dataclass(frozen=True)
 class StepTime:
-    """Where the wall time of a step went, seconds. What is missing to `step` is the loop itself."""
+    """Where the wall time of a step went, seconds. What is missing to `step` is the loop itself; `hidden` is no part of
+    it, but of what ran beside."""
 
     step: float
     data: float
     compute: float
     communication: float
     optimizer: float
+    hidden: float = 0.0
 
     @classmethod
     def of(cls, meter: Meter, seconds: float, steps: int) -> StepTime:
@@ -72,7 +76,8 @@ class StepTime:
         def spent(*phases: str) -> float:
             return sum(meter.seconds.get(phase, 0.0) for phase in phases)
 
-        parts = (seconds, spent("data"), spent("forward", "backward"), meter.communication(), spent("optimizer"))
+        computed = spent("forward", "backward")
+        parts = (seconds, spent("data"), computed, meter.communication(), spent("optimizer"), meter.hidden())
         return cls(*(part / steps for part in parts))
 
 
@@ -96,12 +101,13 @@ class StepMetrics:
     engine: str
     time: StepTime
     moe: dict[str, float] = field(default_factory=dict)
+    data: dict[str, float] = field(default_factory=dict)
 
     def record(self) -> Record:
         """The flat form."""
         flat = asdict(self)
-        times, moe = flat.pop("time"), flat.pop("moe")
-        return {"kind": "train", **flat, **moe, **{f"time/{name}": value for name, value in times.items()}}
+        times, moe, data = flat.pop("time"), flat.pop("moe"), flat.pop("data")
+        return {"kind": "train", **flat, **moe, **data, **{f"time/{name}": value for name, value in times.items()}}
 
 
 @dataclass(frozen=True)

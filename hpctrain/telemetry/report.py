@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from pathlib import Path
 
+from hpctrain.files import write_picture
 from hpctrain.telemetry.metrics import Record, read_records
 
 
@@ -49,5 +50,5 @@ def loss_curve(metrics: Path, picture: Path, unigram_entropy: float | None = Non
     axes.set(xlabel="step", ylabel="loss, nats a token")
     axes.grid(alpha=0.3)
     axes.legend()
-    figure.savefig(picture, dpi=120)
+    write_picture(picture, figure)
     return True

@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from hpctrain.layout.units import GIB
 from hpctrain.telemetry import memory
-from hpctrain.telemetry.memory import GIB, cgroup_available
+from hpctrain.telemetry.memory import cgroup_available
 
 
 class Device:

@@ -38,6 +38,20 @@ def test_waiting_and_nested_phases_leave_the_phase_around_them(clock: list[float
     assert sum(meter.seconds.values()) + meter.communication() == 13
 
 
+def test_what_was_under_way_before_it_was_waited_for_is_hidden(clock: list[float]) -> None:
+    meter = Meter()
+    begun, since = meter.began("all_gather", "dp+cp", (0, 1)), clock[0]
+    meter.sent("all_gather", "dp+cp", 8)
+    with meter.phase("forward"):
+        clock[0] += 4
+        with meter.waiting(begun, since):
+            clock[0] += 1
+    assert (meter.communication(), meter.hidden(), meter.seconds["forward"]) == (1, 4, 4)
+    assert StepTime.of(meter, 5, 1) == StepTime(5, 0, 4, 1, 0, hidden=4)
+    wait(meter, "dp+cp", clock, 2)
+    assert meter.hidden() == 4
+
+
 def test_a_wait_between_phases_is_charged_to_none(clock: list[float]) -> None:
     meter = Meter()
     wait(meter, "dp+cp", clock, 3)

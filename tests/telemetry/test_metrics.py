@@ -39,7 +39,7 @@ def test_a_step_is_flat_and_every_key_is_documented() -> None:
     train, evaluation = STEP.record(), EvalMetrics(20, 2.5, 1000, 0.1).record()
     assert train["kind"] == "train" and evaluation["kind"] == "eval"
     assert train["time/communication"] == 0.24 and train["time/step"] == 2.0
-    assert "time" not in train and len(train) == 20
+    assert "time" not in train and len(train) == 21
     assert metrics.__doc__ is not None
     for key in {**train, **evaluation, **event("start", 0)}:
         assert f"`{key}`" in metrics.__doc__, key

@@ -19,7 +19,7 @@ class Batch:
     Attributes:
         tokens: [batch, seq] int64.
         labels: [batch, seq] int64, `IGNORED` where nothing is to be predicted.
-        documents: [batch, seq] int64, equal within a document and different between neighbours; None where
+        documents: [batch, seq] int32, equal within a document and different between neighbours; None where
             attention may cross document boundaries. In a part of the samples, still of the whole ones.
         samples: [batch] int64, global count of each sample in the run's stream; it keys the dropout masks, and stays
             on the host.
@@ -43,10 +43,15 @@ class Batch:
             return self
 
         def move(t: Tensor) -> Tensor:
-            return t.pin_memory().to(device, non_blocking=True)
+            return (t if t.is_pinned() else t.pin_memory()).to(device, non_blocking=True)
 
         documents, positions = (None if t is None else move(t) for t in (self.documents, self.positions))
         return Batch(move(self.tokens), move(self.labels), documents, self.samples, positions)
+
+    def pinned(self) -> Batch:
+        """The same samples in memory that a GPU copies from by itself."""
+        documents, positions = (None if t is None else t.pin_memory() for t in (self.documents, self.positions))
+        return Batch(self.tokens.pin_memory(), self.labels.pin_memory(), documents, self.samples, positions)
 
     def part(self, spans: Sequence[tuple[int, int]]) -> Batch:
         """These stretches of whole samples, (start, end) each, one after the other; labels stay those of the tokens."""

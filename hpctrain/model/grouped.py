@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -12,10 +13,14 @@ ALIGNED = 8
 """Rows that the kernel wants groups to be a multiple of: 16 bytes of bf16, in the products of their gradients."""
 
 
-def has_kernel(x: Tensor, weight: Tensor) -> bool:
-    """Whether torch multiplies groups of `x` with the matrices of `weight` in one kernel, which takes bf16 on a GPU and
-    rows of whole 16 bytes."""
-    return x.is_cuda and x.dtype == torch.bfloat16 and not any(size % ALIGNED for size in weight.shape[1:])
+GroupedLinear = Callable[[Tensor, Tensor], Tensor]
+"""Rows [rows, in] in groups, and a matrix of each group, [groups, out, in], to [rows, out]."""
+
+
+def has_kernel(x: Tensor, shape: Sequence[int]) -> bool:
+    """Whether torch multiplies groups of `x` with matrices, of `shape` [groups, out, in], in one kernel, which takes
+    bf16 on a GPU and rows of whole 16 bytes."""
+    return x.is_cuda and x.dtype == torch.bfloat16 and not any(size % ALIGNED for size in shape[1:])
 
 
 def grouped_linear(x: Tensor, weight: Tensor, sizes: list[int]) -> Tensor:
@@ -51,16 +56,16 @@ def room_for(counts: Tensor, rows: int) -> tuple[Tensor, int]:
     return torch.cat([room[:-1], total - room[:-1].sum(0, keepdim=True)]), total
 
 
-def slots_of(counts: Tensor, room: Tensor) -> Tensor:
-    """Where the rows of groups lie when each group has room for more, [sum of counts] int64.
+def slots_of(counts: Tensor, room: Tensor, rows: int) -> Tensor:
+    """Where the rows of groups lie when each group has room for more, [rows] int64.
 
     Args:
         counts: [groups] rows of each.
         room: [groups] rows that there is room for.
+        rows: the sum of the counts, for which the device need not be waited for.
     """
     gaps = (room.cumsum(0) - room) - (counts.cumsum(0) - counts)
-    rows = gaps.repeat_interleave(counts)
-    return torch.arange(len(rows), device=counts.device) + rows
+    return torch.arange(rows, device=counts.device) + gaps.repeat_interleave(counts, output_size=rows)
 
 
 class _GroupedLinear(torch.autograd.Function):
@@ -78,7 +83,8 @@ class _GroupedLinear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         (x, weight), sizes, (grad,) = ctx.saved_tensors, ctx.sizes, grads
-        grad_x, grad_weight = torch.empty_like(x), torch.empty_like(weight)
+        grad_x = torch.empty_like(x)
+        grad_weight = torch.empty_like(weight if ctx.needs_input_grad[1] else weight[:, :0])
         rows = zip(*(torch.split(t, sizes) for t in (grad, x, grad_x)))
         for (of_out, of_x, into_x), matrix, into_matrix in zip(rows, weight, grad_weight):
             if ctx.needs_input_grad[0]:

@@ -3,14 +3,14 @@ parallelism replaces."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from hpctrain.config.schema import ModelConfig
-from hpctrain.model.grouped import grouped_linear, has_kernel, kernel_linear, room_for, slots_of
+from hpctrain.model.grouped import GroupedLinear, grouped_linear, has_kernel, kernel_linear, room_for, slots_of
 from hpctrain.model.mlp import Mlp, activate, input_names
 from hpctrain.model.router import Router
 
@@ -68,17 +68,25 @@ class Experts(nn.Module):
         Returns:
             [rows, hidden].
         """
-        if not has_kernel(x, self.down):
+        if not self._kernel(x):
             sizes = counts.tolist()
             return self._each(x, lambda rows, weight: grouped_linear(rows, weight, sizes))
         room, total = room_for(counts, len(x))
-        slots, ends = slots_of(counts, room), room.cumsum(0).int()
+        slots, ends = slots_of(counts, room, len(x)), room.cumsum(0).int()
         padded = x.new_zeros(total, x.shape[1]).index_put((slots,), x)
         return self._each(padded, lambda rows, weight: kernel_linear(rows, weight, ends))[slots]
 
-    def _each(self, x: Tensor, linear: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
-        inner = [linear(x, getattr(self, name)) for name in self.inputs]
-        return linear(activate(self.activation, inner), self.down)
+    def _kernel(self, x: Tensor) -> bool:
+        """Whether all products can be by the kernel."""
+        return has_kernel(x, self.down.shape)
+
+    def _each(self, x: Tensor, linear: GroupedLinear) -> Tensor:
+        inner = [self._through(x, name, linear) for name in self.inputs]
+        return self._through(activate(self.activation, inner), "down", linear)
+
+    def _through(self, x: Tensor, name: str, linear: GroupedLinear) -> Tensor:
+        """Rows through the matrix of this name of each expert."""
+        return linear(x, getattr(self, name))
 
 
 class Order(NamedTuple):
@@ -141,6 +149,6 @@ class LocalDispatch(nn.Module):
         if rows is None:
             return combine(experts(sent, counts), places, weights)
         room = torch.full_like(counts, rows)
-        slots = slots_of(counts, room)
+        slots = slots_of(counts, room, len(sent))
         padded = sent.new_zeros(self.number * rows, x.shape[1]).index_put((slots,), sent)
         return combine(experts(padded, room)[slots], places, weights)

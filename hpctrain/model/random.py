@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 from hpctrain.layout.parameters import ParameterSpec
-from hpctrain.layout.placement import Box
+from hpctrain.layout.placement import Box, Index
 
 BLOCK = 1 << 16
 """Initial values are drawn in blocks of whole rows of about this many elements, each from a stream of its own,
@@ -25,6 +25,8 @@ def stream_key(*parts: int | str) -> int:
 
 def initial_values(spec: ParameterSpec, seed: int, box: Box) -> Tensor:
     """The initial values of one box of a parameter: float32, the same whichever rank asks."""
+    if spec.init.norms_of is not None:
+        return row_norms(initial_reader(spec.init.norms_of, seed), spec.init.norms_of.shape[-1], box)
     if spec.init.std == 0.0:
         return torch.full(box.shape, spec.init.constant)
     row_shape = spec.shape[1:]
@@ -41,6 +43,28 @@ def initial_values(spec: ParameterSpec, seed: int, box: Box) -> Tensor:
         window = (slice(lo - at, hi - at), *columns)
         out[lo - first : hi - first] = values[window]
     return torch.from_numpy(out).mul_(spec.init.std)
+
+
+def initial_reader(spec: ParameterSpec, seed: int) -> Callable[[Index, Index], Tensor]:
+    """The initial values of a parameter, by where a box of them starts and its shape."""
+    return lambda start, shape: initial_values(spec, seed, Box(start, (0,) * len(start), shape))
+
+
+def row_norms(read: Callable[[Index, Index], Tensor], width: int, box: Box) -> Tensor:
+    """Norms of some rows of a matrix, float32; each is that of its row alone, whoever asks.
+
+    Args:
+        read: values of a box of the matrix, by start and shape.
+        width: of a row.
+        box: of the rows, [rows].
+    """
+    (first,), (rows,), step = box.start, box.shape, max(1, BLOCK // width)
+    out = np.empty(rows, np.float32)
+    for row in range(0, rows, step):
+        n = min(step, rows - row)
+        values = read((first + row, 0), (n, width)).numpy().astype(np.float64)
+        out[row : row + n] = np.sqrt(np.square(values).sum(-1))
+    return torch.from_numpy(out)
 
 
 class Dropout(nn.Module):

@@ -87,9 +87,10 @@ class Capacity(nn.Module):
 
     def forward(self, ids: Tensor) -> Tensor:
         """What is taken, [batch, seq, top_k] bool, of the choices `ids` of whole samples."""
-        chosen = F.one_hot(ids.flatten(1), self.moe.experts)
-        before = (chosen.cumsum(1) * chosen).sum(-1)  # a token chooses an expert once, so the order of its ids is none
-        return (before <= self.moe.room(ids.shape[1])).view_as(ids)
+        flat = ids.flatten(1)  # a token chooses an expert once, so the order of its ids is none
+        chosen, order = flat.sort(dim=1, stable=True)
+        before = torch.arange(flat.shape[1], device=ids.device) - torch.searchsorted(chosen, chosen)
+        return torch.empty_like(flat).scatter_(1, order, before).lt(self.moe.room(ids.shape[1])).view_as(ids)
 
 
 def same(counts: Tensor) -> Tensor:

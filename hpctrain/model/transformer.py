@@ -7,13 +7,14 @@ Parameter names and shapes are those of `hpctrain.layout.parameters.parameter_sp
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from hpctrain.config.schema import ModelConfig
+from hpctrain.model.adapters import InputDropout, adapt
 from hpctrain.model.batch import IGNORED, Batch
 from hpctrain.model.loss import CrossEntropy
 from hpctrain.model.mlp import FanOut, Mlp
@@ -95,7 +96,11 @@ def make_norm(model: ModelConfig) -> nn.Module:
 
 
 class Layer(nn.Module):
-    """Attention and MLP or experts, each normalised before and added to the residual after (pre-norm)."""
+    """Attention and MLP or experts, each normalised before and added to the residual after (pre-norm).
+
+    Attributes:
+        sites: dropouts before adapters, which are told which samples they see.
+    """
 
     def __init__(self, model: ModelConfig, seed: int, index: int) -> None:
         super().__init__()
@@ -106,6 +111,7 @@ class Layer(nn.Module):
         self.mlp = None if model.routed(index) else Mlp(model)
         self.moe = MoE(model) if model.routed(index) else None
         self.mlp_dropout = Dropout(model.dropout, seed, f"layers.{index}.mlp")
+        self.sites: Sequence[InputDropout] = ()
 
     def forward(
         self,
@@ -116,6 +122,8 @@ class Layer(nn.Module):
         valid: Tensor | None,
     ) -> tuple[Tensor, Tensor | None]:
         """Hidden states, and the router's loss where there is one. `valid` [batch, seq]: which tokens count."""
+        for site in self.sites:
+            site.samples = samples
         x = x + self.attention_dropout(self.attention(self.attention_norm(x), rope, mask), samples)
         y, loss = self.mlp_norm(x), None
         if self.moe is not None:
@@ -147,7 +155,10 @@ class Transformer(nn.Module):
         self.norm: nn.Module | None = make_norm(model)
         self.head: Head | None = Head(model)
         self.loss = loss or CrossEntropy()
-        self.mask: Callable[[Tensor], Tensor] = document_mask
+        adapt(self, model, seed)
+        for _, layer in self.numbered_layers():
+            layer.sites = [module for module in layer.modules() if isinstance(module, InputDropout)]
+        self.mask: Callable[[Tensor, torch.dtype], Tensor] = document_mask
 
     def take(self, layers: range, first: bool, last: bool) -> None:
         """Keep these layers alone; what comes before all of them only if `first`, what comes after only if `last`."""
@@ -214,7 +225,7 @@ class Transformer(nn.Module):
         places = torch.arange(tokens.shape[1], device=tokens.device) if positions is None else positions
         x = self._embed(tokens, places, keys) if hidden is None else hidden
         rope = rotation(self.model, places, x.dtype) if self.model.position == "rope" else None
-        mask = None if documents is None else self.mask(documents)
+        mask = None if documents is None else self.mask(documents, x.dtype)
         routers: Tensor | None = None
         for layer in self.layers.values():
             x, loss = layer(x, rope, mask, keys, valid)
@@ -231,8 +242,11 @@ class Transformer(nn.Module):
         return out
 
 
-def document_mask(documents: Tensor) -> Tensor:
-    """Which key each query may see: earlier or equal, and of the same document. [batch, 1, seq, seq] bool."""
+def document_mask(documents: Tensor, dtype: torch.dtype) -> Tensor:
+    """What is added to the score of each query and key: 0 where the key is earlier or equal, and of the same document,
+    and else minus infinity. [batch, 1, seq, seq]. Of a mask of bools torch would make this in each layer, and keep it.
+    """
     seq = documents.shape[1]
     causal = torch.ones(seq, seq, dtype=torch.bool, device=documents.device).tril()
-    return (documents[:, :, None] == documents[:, None, :]).logical_and_(causal)[:, None]
+    seen = (documents[:, :, None] == documents[:, None, :]).logical_and_(causal)
+    return torch.zeros_like(seen, dtype=dtype).masked_fill_(seen.logical_not_(), -torch.inf)[:, None]

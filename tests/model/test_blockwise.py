@@ -33,7 +33,7 @@ def plain(q, k, v, grad, documents):
     q, k, v = (t.double().requires_grad_() for t in (q, k, v))
     rows = torch.zeros(len(q), q.shape[2], dtype=torch.long) if documents is None else documents
     groups = q.shape[1] // k.shape[1]
-    mask = document_mask(rows).to(q.device)
+    mask = document_mask(rows, q.dtype).to(q.device)
     out = F.scaled_dot_product_attention(q, *(t.repeat_interleave(groups, 1) for t in (k, v)), attn_mask=mask)
     return [out.detach(), *torch.autograd.grad(out, (q, k, v), grad.double())]
 

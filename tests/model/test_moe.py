@@ -10,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from hpctrain.config.schema import ModelConfig, MoeConfig
 from hpctrain.model.grouped import ALIGNED, grouped_linear, kernel_linear, room_for, slots_of
@@ -249,6 +250,23 @@ def test_an_expert_takes_the_first_tokens_up_to_its_capacity(
             assert first == places[:rows]
 
 
+def test_a_capacity_takes_no_memory_for_every_expert() -> None:
+    """A table of choices by experts would be most of a router's memory."""
+    largest = [0]
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            out = function(*args, **(kwargs or {}))
+            made = out if isinstance(out, (tuple, list)) else [out]
+            largest[0] = max([largest[0], *(t.numel() for t in made if isinstance(t, Tensor))])
+            return out
+
+    ids = torch.stack([routing(64, 40, seed, 4, False) for seed in range(2)])
+    with Watch():
+        Capacity(MoeConfig(experts=64, top_k=4, capacity=1.0))(ids)
+    assert largest[0] == ids.numel()
+
+
 @given(st.lists(st.integers(0, 19), min_size=1, max_size=6), st.integers(0, 2**32 - 1))
 @settings(max_examples=40)
 def test_the_kernel_computes_what_the_loop_does(sizes: list[int], seed: int) -> None:
@@ -258,7 +276,7 @@ def test_the_kernel_computes_what_the_loop_does(sizes: list[int], seed: int) -> 
     x, weight = torch.randn(sum(sizes), 8, generator=generator), torch.randn(len(sizes), 16, 8, generator=generator)
     room, total = room_for(counts, sum(sizes))
     assert (room >= counts).all() and not (room % ALIGNED).any() and room.sum() == total
-    slots = slots_of(counts, room)
+    slots = slots_of(counts, room, len(x))
     padded = x.new_zeros(total, 8).index_put((slots,), x)
     got = kernel_linear(padded, weight, room.cumsum(0).int())[slots]
     torch.testing.assert_close(got, grouped_linear(x, weight, sizes))

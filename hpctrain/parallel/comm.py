@@ -6,6 +6,7 @@ ends in an underscore. On an axis of one rank they do nothing.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, NamedTuple, TypeVar
@@ -91,7 +92,9 @@ class Pending(Generic[T]):
     def __init__(
         self, meter: Meter, collective: Collective | None, works: list[dist.Work], finish: Callable[[], T]
     ) -> None:
-        self._meter, self._collective, self._works, self._finish = meter, collective, works, finish
+        self._meter, self._collective, self._works = meter, collective, works
+        self._finish: Callable[[], T] | None = finish
+        self._begun = time.perf_counter()
         if meter.asynchronous and works:
             meter.in_flight = works
         self._result: T | None = None
@@ -102,14 +105,14 @@ class Pending(Generic[T]):
         return self._result is not None or all(work.is_completed() for work in self._works)
 
     def wait(self) -> T:
-        if self._result is None and self._collective is None:
+        if self._finish is not None and self._collective is None:
             self._result = self._finish()
-        elif self._result is None and self._collective is not None:
-            with self._meter.waiting(self._collective):
+        elif self._finish is not None and self._collective is not None:
+            with self._meter.waiting(self._collective, self._begun):
                 for work in self._works:
                     work.wait()
                 self._result = self._finish()
-            self._works = []
+        self._works, self._finish = [], None  # and the buffers that they hold
         assert self._result is not None
         return self._result
 
@@ -204,6 +207,40 @@ def start_reduce_scatter(part: Callable[[int], Tensor], axis: Axis) -> Pending[T
         for i in range(2, axis.size):
             out += parts[i]
         return out
+
+    return Pending(axis.meter, begun, works, total)
+
+
+def start_all_gather_into(whole: Tensor, axis: Axis) -> Pending[Tensor]:
+    """Begin to collect the parts of all ranks of the axis in one flat tensor, in which this rank's lies already."""
+    parts = whole.view(axis.size, -1)
+    own = parts[axis.index]
+    begun = axis.begin("all_gather", _nbytes(own))
+    if axis.direct:
+        works = [work for i in axis.others for work in _trade(own, parts[i], i, axis)]
+    else:
+        works = [_gather_single(whole, own, group=axis.group, async_op=True)]
+    return Pending(axis.meter, begun, works, lambda: whole)
+
+
+def start_reduce_scatter_into(own: Tensor, whole: Tensor, axis: Axis) -> Pending[Tensor]:
+    """Begin to sum a flat tensor over the axis, of which `own` is to be this rank's part; `whole` stays as it is.
+
+    Ranks that send to each other add in the order of the ranks, wherever an element lies.
+    """
+    begun = axis.begin("reduce_scatter", _nbytes(whole))
+    if not axis.direct:
+        works = [_scatter_single(own, whole, group=axis.group, async_op=True)]
+        return Pending(axis.meter, begun, works, lambda: own)
+    parts = whole.view(axis.size, -1)
+    coming = [part if i == axis.index else torch.empty_like(own) for i, part in enumerate(parts)]
+    works = [work for i in axis.others for work in _trade(parts[i], coming[i], i, axis)]
+
+    def total() -> Tensor:
+        torch.add(coming[0], coming[1], out=own)
+        for part in coming[2:]:
+            own.add_(part)
+        return own
 
     return Pending(axis.meter, begun, works, total)
 

@@ -53,7 +53,7 @@ def apply_context_parallelism(model: Transformer, mesh: Mesh, config: RunConfig)
         layer.mlp_dropout = dropout(layer.mlp_dropout)
 
 
-def whole_documents(documents: Tensor) -> Tensor:
+def whole_documents(documents: Tensor, _: torch.dtype) -> Tensor:
     """What attention here is told in the place of a mask: the documents themselves."""
     return documents
 

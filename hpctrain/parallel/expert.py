@@ -43,7 +43,7 @@ def apply_expert_parallelism(model: Transformer, mesh: Mesh, config: RunConfig) 
         if layer.moe is None:
             continue
         if mesh.tp.size > 1 or mesh.ep.size > 1:
-            layer.moe.dispatch = ExpertDispatch(same, mesh.ep, mesh.etp, len(layer.moe.experts.down))
+            layer.moe.dispatch = ExpertDispatch(same, mesh.ep, mesh.etp, layer.moe.experts.down.shape[0])
         if inner.size > 1 or mesh.cp.size > 1:
             layer.moe.router = PartRouter(layer.moe.router, inner, mesh.cp, method)
 
@@ -94,7 +94,7 @@ class ExpertDispatch(nn.Module):
         sent = x[places // ids.shape[1]]
         if rows is None:
             return combine(self._travel(sent, experts, self._route(counts)), places, weights)
-        slots = slots_of(counts, torch.full_like(counts, rows))
+        slots = slots_of(counts, torch.full_like(counts, rows), len(sent))
         padded = sent.new_zeros(everywhere * rows, x.shape[1]).index_put((slots,), sent)
         route = self._even_route(rows, x.device)
         return combine(self._travel(padded, experts, route)[slots], places, weights)

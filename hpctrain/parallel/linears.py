@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from torch import nn
 
+from hpctrain.model.adapters import AdaptedLinear
 from hpctrain.model.mlp import FanOut
 from hpctrain.model.transformer import Head
+from hpctrain.parallel.adapters import AdaptedFanOut, AdaptedRowLinear, Sums
 from hpctrain.parallel.comm import Axis
 from hpctrain.parallel.deferred import Deferred
 from hpctrain.parallel.tensor import ColumnFanOut, ColumnHead, Region, RowLinear
@@ -22,6 +24,10 @@ def use_own_linears(root: nn.Module, alone: Axis) -> None:
 
 def _own(module: nn.Module, alone: Axis) -> nn.Module:
     region = Region(alone)
+    if type(module) is FanOut and any(isinstance(linear, AdaptedLinear) for linear in module.values()):
+        return AdaptedFanOut(module, region, dict.fromkeys(module, Sums.none(alone)), alone)
+    if type(module) is AdaptedLinear:
+        return AdaptedRowLinear(module, region, Sums.none(alone), alone)
     if type(module) is FanOut:
         return ColumnFanOut(module, region, (alone,) * len(module))
     if type(module) is Head:
@@ -39,7 +45,7 @@ def defer_weights(root: nn.Module, alone: Axis) -> Deferred:
     use_own_linears(root, alone)
     deferred = Deferred()
     for module in root.modules():
-        if isinstance(module, ColumnFanOut | RowLinear) or (
+        if isinstance(module, ColumnFanOut | RowLinear | AdaptedRowLinear) or (
             isinstance(module, ColumnHead) and module.weight is not None
         ):
             module.deferred = deferred

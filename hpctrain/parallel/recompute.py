@@ -13,32 +13,50 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from hpctrain.model.transformer import Layer, Transformer
+from hpctrain.parallel.stash import Kept, Stash
 
 Tensors = TypeVar("Tensors", Tensor, "tuple[Tensor, Tensor | None]")
 
 
-def apply_recomputation(model: Transformer, what: str) -> None:
-    """Swap the layers (`full`) or their attention (`selective`) for ones that keep only their inputs, or none."""
-    for index, layer in model.numbered_layers():
+def apply_recomputation(model: Transformer, what: str, stash: Stash | None = None) -> None:
+    """Swap the layers (`full`) or their attention (`selective`) for ones that keep only their inputs, or none.
+
+    Args:
+        model: changed in place.
+        what: `none`, `selective` or `full`.
+        stash: where what is kept waits, if that is not where it is.
+    """
+    for place, (index, layer) in enumerate(model.numbered_layers()):
         if what == "full":
-            model.layers[str(index)] = RecomputedLayer(layer)
-        elif what == "selective":
-            layer.attention.core = Recomputed(layer.attention.core)
+            model.layers[str(index)] = RecomputedLayer(layer, stash, first=place == 0)
+            continue
+        if what == "selective":
+            layer.attention.core = Recomputed(layer.attention.core, stash)
+        if stash is not None:
+            model.layers[str(index)] = StashedLayer(layer, stash, first=place == 0)
 
 
-def recompute(function: Callable[..., Tensors], *inputs: Any) -> Tensors:
+def recompute(function: Callable[..., Tensors], *inputs: Any, stash: Stash | None = None) -> Tensors:
     """Call a function without keeping what its backward needs; its backward calls it again first.
 
     It returns a tensor or a tuple of them, in which there may be None.
+
+    Args:
+        stash: where its inputs wait for that, in a layer of its.
     """
 
     def called(*inputs: Any) -> Any:
-        out = function(*inputs)
+        out = function(*(x.now() if isinstance(x, Kept) else x for x in inputs))
         if isinstance(out, Tensor):
             return _Ahead.apply(out)[0]  # type: ignore[no-untyped-call]
         return _Ahead.apply(*out)  # type: ignore[no-untyped-call]
 
-    return cast(Tensors, checkpoint(called, *inputs, use_reentrant=False, preserve_rng_state=False))
+    kept = [Kept(x) if stash and isinstance(x, Tensor) and x.requires_grad else x for x in inputs]
+    out = cast(Tensors, checkpoint(called, *kept, use_reentrant=False, preserve_rng_state=False))
+    for x in kept:
+        if stash and isinstance(x, Kept):
+            x.leave(stash)
+    return out
 
 
 class _Ahead(torch.autograd.Function):
@@ -65,23 +83,50 @@ class RecomputedLayer(Layer):
 
     Args:
         layer: the module replaced.
+        stash: where the input waits, if it is not to stay.
+        first: of the layers of its chunk.
     """
 
-    def __init__(self, layer: Layer) -> None:
+    def __init__(self, layer: Layer, stash: Stash | None = None, first: bool = True) -> None:
         nn.Module.__init__(self)
         self.__dict__.update(layer.__dict__)
+        self._stash, self._first = stash, first
 
     def forward(self, *inputs: Any) -> tuple[Tensor, Tensor | None]:
-        return recompute(super().forward, *inputs)
+        if self._stash is None or not torch.is_grad_enabled():
+            return recompute(super().forward, *inputs)
+        with self._stash.layer(self._first, inputs):
+            return recompute(super().forward, *inputs, stash=self._stash)
+
+
+class StashedLayer(Layer):
+    """`Layer` of which what backward needs waits elsewhere. Arguments as for `RecomputedLayer`."""
+
+    def __init__(self, layer: Layer, stash: Stash, first: bool) -> None:
+        nn.Module.__init__(self)
+        self.__dict__.update(layer.__dict__)
+        self._stash, self._first = stash, first
+
+    def forward(self, *inputs: Any) -> tuple[Tensor, Tensor | None]:
+        if not torch.is_grad_enabled():
+            return super().forward(*inputs)
+        with self._stash.layer(self._first, inputs):
+            return super().forward(*inputs)
 
 
 class Recomputed(nn.Module):
-    """A module without parameters of which backward needs the inputs alone."""
+    """A module without parameters of which backward needs the inputs alone.
 
-    def __init__(self, module: nn.Module) -> None:
+    Args:
+        module: the one replaced.
+        stash: where the inputs wait, if they are not to stay.
+    """
+
+    def __init__(self, module: nn.Module, stash: Stash | None = None) -> None:
         super().__init__()
-        self.module = module
+        self.module, self._stash = module, stash
 
     def forward(self, *inputs: Any) -> Tensor:
-        out: Tensor = recompute(self.module, *inputs)
+        stash = self._stash if torch.is_grad_enabled() else None
+        out: Tensor = recompute(self.module, *inputs, stash=stash)
         return out

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from hpctrain.model.mlp import FanOut
+from hpctrain.model.packed import Packed, Weight
 from hpctrain.model.transformer import Embedding, Head, present
 from hpctrain.parallel.autograd import reduce_from, reduce_scatter_from, sum_gradients
 from hpctrain.parallel.comm import Axis, Pending, start_all_gather, start_all_reduce_, start_reduce_scatter
@@ -70,6 +71,17 @@ def _rows(x: Tensor) -> Tensor:
     return x.reshape(-1, x.shape[-1])
 
 
+def _split(weights: Sequence[Weight]) -> tuple[list[Tensor | None], list[Packed | None]]:
+    """Weights that autograd knows, and frozen ones in 4 bits, each None where it is the other."""
+    packed = [w if isinstance(w, Packed) else None for w in weights]
+    return [None if isinstance(w, Packed) else w for w in weights], packed
+
+
+def _unpacked(held: Sequence[Tensor], packed: Sequence[Packed | None], dtype: torch.dtype) -> list[Tensor]:
+    """Weights as they are computed with, whichever way they are held."""
+    return [w if p is None else p.values(dtype) for w, p in zip(held, packed)]
+
+
 class _ColumnLinear(torch.autograd.Function):
     """Linears of one input whose outputs are sharded.
 
@@ -79,16 +91,20 @@ class _ColumnLinear(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, region: Region, replicas: tuple[Axis, ...], later: Later, *params: Any) -> Any:
-        weights, biases = params[: len(replicas)], params[len(replicas) :]
-        ctx.region, ctx.replicas, ctx.later = region, replicas, later
-        ctx.save_for_backward(x, *weights)
+    def forward(
+        ctx: Any, x: Tensor, region: Region, replicas: tuple[Axis, ...], later: Later, packed: Any, *params: Any
+    ) -> Any:
+        held, biases = params[: len(replicas)], params[len(replicas) :]
+        ctx.region, ctx.replicas, ctx.later, ctx.packed = region, replicas, later, packed
+        ctx.save_for_backward(x, *held)
+        weights = _unpacked(held, packed, x.dtype)
         return tuple(region.enter(x, lambda rows: [F.linear(rows, w, b) for w, b in zip(weights, biases)]))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        x, *weights = ctx.saved_tensors
+        x, *held = ctx.saved_tensors
         region, replicas, later = ctx.region, ctx.replicas, ctx.later
+        weights = _unpacked(held, ctx.packed, x.dtype)
         gathering = start_all_gather(x, region.axis) if region.sequence and later.now else None
 
         def grad_input(*grads: Tensor) -> Tensor:
@@ -111,12 +127,26 @@ class _ColumnLinear(torch.autograd.Function):
             return [_whole(g, axis) for g, axis in zip((*grad_w, *grad_b), (*replicas, *replicas))]
 
         of_inputs = later.gradients(of_parameters)
-        return (pending.wait() if pending else None, None, None, None, *of_inputs)
+        return (pending.wait() if pending else None, None, None, None, None, *of_inputs)
 
 
 def _whole(grad: Tensor | None, axis: Axis) -> Tensor | None:
     """The sum of a weight's gradient over the ranks that share the weight."""
     return grad if grad is None or axis.size == 1 else sum_gradients([grad], axis)[0]
+
+
+class Beside(NamedTuple):
+    """A summand of a row-parallel linear by a weight that every rank has whole.
+
+    Attributes:
+        x: [..., n] partial over tp.
+        weight: [out, n].
+        axis: tp, over which the weight's gradient is summed.
+    """
+
+    x: Tensor
+    weight: Tensor
+    axis: Axis
 
 
 class _RowLinear(torch.autograd.Function):
@@ -129,48 +159,65 @@ class _RowLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, region: Region, later: Later, weight: Tensor, bias: Tensor | None, *_: Tensor
+        ctx: Any, x: Tensor, more: Tensor | None, region: Region, later: Later, packed: Any, axis: Any, *params: Any
     ) -> Tensor:
-        ctx.region, ctx.later = region, later
-        ctx.save_for_backward(x, weight)
-        out = region.leave(lambda rows: F.linear(rows, weight), x).wait()
+        held, bias, beside = params[:3]
+        ctx.region, ctx.later, ctx.packed, ctx.axis = region, later, packed, axis
+        ctx.save_for_backward(x, more, held, beside)
+        (weight,) = _unpacked([held], [packed], x.dtype)
+        if more is None:
+            out = region.leave(lambda rows: F.linear(rows, weight), x).wait()
+        else:
+            out = region.leave(lambda rows, also: F.linear(rows, weight) + F.linear(also, beside), x, more).wait()
         return out if bias is None else out.add_(bias)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        x, weight = ctx.saved_tensors
+        x, more, held, beside = ctx.saved_tensors
         region, later = ctx.region, ctx.later
-        own, now = grads[0], later.now
-        grad_x, *whole = region.enter(own, lambda rows: (rows @ weight, rows) if now else (rows @ weight,))
-        need_weight, need_bias = later.needs
+        own, now, weights = grads[0], later.now, _unpacked([held], [ctx.packed], x.dtype)
+        weights += [] if beside is None else [beside]
+        found = list(region.enter(own, lambda rows: (*(rows @ w for w in weights), *([rows] if now else []))))
+        of_inputs, whole = found[: len(weights)], found[len(weights) :]
+        need_weight, need_bias, need_beside = later.needs
 
         def of_parameters() -> Tensors:
             (grad,) = whole or region.enter(own, lambda rows: (rows,))
             grad_w = _rows(grad).T @ _rows(x) if need_weight else None
-            return grad_w, _rows(grad).sum(0) if need_bias else None
+            grad_b = _rows(grad).sum(0) if need_bias else None
+            return grad_w, grad_b, _whole(_rows(grad).T @ _rows(more), ctx.axis) if need_beside else None
 
-        return grad_x, None, None, *later.gradients(of_parameters)
+        of_more = of_inputs[1] if more is not None else None
+        return of_inputs[0], of_more, None, None, None, None, *later.gradients(of_parameters)
 
 
 def column_linear(
     x: Tensor,
     region: Region,
     replicas: tuple[Axis, ...],
-    weights: Sequence[Tensor],
+    weights: Sequence[Weight],
     biases: Sequence[Tensor | None],
     deferred: Deferred | None = None,
 ) -> tuple[Tensor, ...]:
     """in: replicated over tp, or sharded over the sequence; out: sharded on the last dim, one tensor a weight."""
-    later = Later((*weights, *biases), deferred)
-    return _ColumnLinear.apply(x, region, replicas, later, *later.inputs)  # type: ignore[no-any-return, no-untyped-call]
+    known, packed = _split(weights)
+    later = Later((*known, *biases), deferred)
+    return _ColumnLinear.apply(x, region, replicas, later, packed, *later.inputs)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def row_linear(
-    x: Tensor, weight: Tensor, bias: Tensor | None, region: Region, deferred: Deferred | None = None
+    x: Tensor,
+    weight: Weight,
+    bias: Tensor | None,
+    region: Region,
+    deferred: Deferred | None = None,
+    beside: Beside | None = None,
 ) -> Tensor:
     """in: sharded on the last dim; out: replicated over tp, or sharded over the sequence."""
-    later = Later((weight, bias), deferred)
-    return _RowLinear.apply(x, region, later, *later.inputs)  # type: ignore[no-any-return, no-untyped-call]
+    (known,), (packed,) = _split([weight])
+    more, factor, axis = (None, None, None) if beside is None else beside
+    later = Later((known, bias, factor), deferred)
+    return _RowLinear.apply(x, more, region, later, packed, axis, *later.inputs)  # type: ignore[no-any-return, no-untyped-call]
 
 
 class ColumnFanOut(FanOut):

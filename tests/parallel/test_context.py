@@ -22,7 +22,7 @@ MODELS = {
     "gpt": dict(model=GPT, train=dict(label_smoothing=0.1, z_loss=1e-3)),
     "one document": dict(data=dict(document_mask=False), model=dict(tied=True)),
     "eight": dict(model=dict(heads=8, kv_heads=2, dropout=0.2, layers=1)),
-    "deep": dict(model=dict(layers=4, tied=True), train=dict(micro_batch=1)),
+    "deep": dict(model=dict(layers=4, tied=True), train=dict(micro_batch=2)),
 }
 
 

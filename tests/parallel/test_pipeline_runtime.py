@@ -12,7 +12,7 @@ from hpctrain.layout.memory import live_activations
 from hpctrain.layout.schedule_claims import claimed_peak
 from hpctrain.layout.stages import stages_of
 from hpctrain.layout.traffic import pipeline_bytes
-from tests.sharding.live import LiveBytes
+from hpctrain.telemetry.live import LiveBytes
 from tests.training import LR, global_batch, make_config, make_mesh, train_step
 
 

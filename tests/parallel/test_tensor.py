@@ -152,8 +152,9 @@ def test_key_value_heads_are_summed_over_the_ranks_that_share_them(ranks):
 
 
 def test_no_collective_is_called_outside_its_home():
-    """A call through torch.distributed elsewhere could fall back to the default group, uncounted."""
-    allowed = {"parallel/comm.py", "launch/zygote.py"}
+    """A call through torch.distributed elsewhere could fall back to the default group, uncounted. Benchmarks and
+    the health of a job measure the bare call, with nothing counted in it, on groups that they name."""
+    allowed = {"parallel/comm.py", "launch/local/zygote.py", "comms/torchbackend.py", "launch/health/measure.py"}
     names = {n for n in dir(dist) if n.startswith(("all_", "reduce", "broadcast", "gather", "scatter", "send", "recv"))}
     names |= {"isend", "irecv", "batch_isend_irecv", "barrier"}
     root = Path(hpctrain.__file__).parent

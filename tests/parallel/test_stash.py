@@ -1,0 +1,86 @@
+"""Activations that wait elsewhere: the same bits in every loss, norm and weight, and less of them at once."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from hpctrain.layout.offload import DiskRates
+from hpctrain.telemetry.disk import keep_rates
+from hpctrain.telemetry.live import LiveBytes
+from tests.training import assemble, make_config, make_mesh, run, train_step
+
+WIDE = {"layers": 3, "hidden": 63, "ffn": 130, "heads": 6, "kv_heads": 2, "head_dim": 10, "max_seq": 96}
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Path:
+    keep_rates(tmp_path, DiskRates(1e9, 1e9, 8192, 2))
+    return tmp_path
+
+
+def config_of(folder: Path, place: str, recompute: str, stage: int = 0, layers: int = 3, **parallel: Any) -> Any:
+    offload = {"activations": place} | ({"path": str(folder)} if place == "nvme" else {})
+    precision = "float32" if stage else "float64"
+    return make_config(
+        model=WIDE | {"layers": layers},
+        data={"seq": 96},
+        parallel=parallel,
+        train={"precision": precision, "micro_batch": 2, "recompute": recompute},
+        sharding={"stage": stage, "bucket_mib": 0.05, "offload": offload},
+    )
+
+
+@pytest.mark.parametrize(
+    ("place", "recompute", "stage", "parallel"),
+    [
+        ("cpu", "none", 0, {"tp": 2}),
+        ("nvme", "selective", 0, {"tp": 2}),
+        ("cpu", "full", 3, {}),
+        ("nvme", "none", 3, {}),
+        ("cpu", "selective", 0, {"pp": 2}),
+        ("nvme", "full", 0, {"pp": 2}),
+    ],
+)
+def test_is_bit_equal(ranks: Any, disk: Path, place: str, recompute: str, stage: int, parallel: dict[str, int]) -> None:
+    away, here = (
+        assemble(c, ranks(2, run, c, 2))
+        for c in (config_of(disk, p, recompute, stage, **parallel) for p in (place, "none"))
+    )
+    assert away.losses == here.losses and away.norms == here.norms
+    assert all(torch.equal(away.weights[name], here.weights[name]) for name in here.weights)
+    assert all(torch.equal(away.gradients[name], here.gradients[name]) for name in here.gradients)
+
+
+def peak(config: Any) -> tuple[int, int]:
+    """Most bytes of activations alive in a step, and bytes that went to a disk."""
+    from hpctrain.parallel import stash
+    from hpctrain.parallel.parallelize import build_chunks
+    from hpctrain.sharding.build import build_engine
+
+    mesh = make_mesh(config, 1)
+    shelves = []
+    make = stash.make_shelf
+    import hpctrain.parallel.parallelize as module
+
+    module.make_shelf = lambda *args: shelves.append(make(*args)) or shelves[-1]
+    chunks, records = build_chunks(config, mesh)
+    engine = build_engine(chunks, records, mesh, config)
+    train_step(engine, mesh, config, 0)
+    with LiveBytes() as live:
+        before = live.now()
+        train_step(engine, mesh, config, 1)
+    disk = shelves[0]._disk.moved.written if shelves[0] else 0
+    return live.peak - before, disk
+
+
+def test_a_disk_makes_room(ranks: Any, disk: Path) -> None:
+    """Of twelve layers three are there at most: one computes, one comes or goes, and what is copied is there twice."""
+    (less, moved), (all_of_it, none) = (
+        ranks(1, peak, config_of(disk, place, "none", layers=12, tp=1))[0] for place in ("nvme", "none")
+    )
+    assert moved > all_of_it / 3 and none == 0
+    assert less < 0.55 * all_of_it, (less, all_of_it)

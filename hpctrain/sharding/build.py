@@ -7,14 +7,13 @@ from collections.abc import Sequence
 from torch import nn
 
 from hpctrain.config.schema import RunConfig
-from hpctrain.errors import ConfigError
 from hpctrain.layout.placement import Placement
 from hpctrain.parallel.mesh import Mesh
 from hpctrain.sharding.engine import Engine
 
 
 def takes_values(config: RunConfig) -> bool:
-    """Whether the engine takes chunks with their initial values. DeepSpeed's draws them itself, each rank those
+    """Whether the engine takes chunks with their initial values. The others draw them themselves, each rank those
     that it keeps, so that no rank ever holds all that it computes with in master precision."""
     return config.engine == "none"
 
@@ -39,4 +38,6 @@ def build_engine(chunks: Sequence[nn.Module], records: dict[str, Placement], mes
         from hpctrain.sharding.deepspeed.engine import DeepSpeedEngine
 
         return DeepSpeedEngine(chunks, records, mesh, config)
-    raise ConfigError("sharding.engine", config.engine, "this version has auto, none and deepspeed")
+    from hpctrain.sharding.fsdp.engine import FsdpEngine
+
+    return FsdpEngine(chunks, records, mesh, config)

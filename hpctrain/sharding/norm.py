@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from hpctrain.layout.placement import EXPERT, Placement
-from hpctrain.parallel.comm import all_reduce_
+from hpctrain.parallel.comm import Axis, all_reduce_
 from hpctrain.parallel.mesh import Mesh
 
 
@@ -23,21 +23,35 @@ class GradientNorm:
         records: placements of what is trained on this rank, in the order of the gradients.
         mesh: this rank's view of all ranks.
         experts: whether the model has any, on this rank or on others.
+        shards: where a rank has a part of each gradient, the ranks that have the others: of dense parameters, of
+            experts.
+        device: of the gradients, where it is not the rank's.
     """
 
-    def __init__(self, records: Mapping[str, Placement], mesh: Mesh, experts: bool) -> None:
-        self.mesh, self.experts = mesh, experts
+    def __init__(
+        self,
+        records: Mapping[str, Placement],
+        mesh: Mesh,
+        experts: bool,
+        shards: tuple[Axis, Axis] | None = None,
+        device: torch.device | None = None,
+    ) -> None:
+        self.mesh = mesh
         owned = [record.owner == mesh.rank for record in records.values()]
-        self.counted = torch.tensor(owned, dtype=torch.bool, device=mesh.device)
-        self.of_expert = [record.reduced_over == EXPERT for record in records.values()]
+        self.counted = torch.tensor(owned, dtype=torch.bool, device=device or mesh.device)
+        of_expert = [record.reduced_over == EXPERT for record in records.values()]
+        axes = zip((mesh.model, mesh.experts), shards or (mesh.alone, mesh.alone), (False, True))
+        self.sums = [
+            (over, parts, [i for i, expert in enumerate(of_expert) if expert == kind])
+            for over, parts, kind in list(axes)[: 1 + experts]
+        ]
 
     def of(self, gradients: Sequence[Tensor]) -> float:
         """The same number on every rank; not finite if a gradient is so anywhere."""
         total = 0.0
-        for axis, kind in ((self.mesh.model, False), (self.mesh.experts, True))[: 1 + self.experts]:
-            chosen = [i for i, expert in enumerate(self.of_expert) if expert == kind]
-            squares = sum_of_squares([gradients[i] for i in chosen], self.counted[chosen])
-            total += all_reduce_(squares, axis).item()
+        for over, parts, chosen in self.sums:
+            squares = sum_of_squares([gradients[i] for i in chosen], self.counted[chosen]).to(self.mesh.device)
+            total += all_reduce_(all_reduce_(squares, parts), over).item()
         return math.nan if math.isnan(total) else math.sqrt(total)
 
 

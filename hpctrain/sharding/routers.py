@@ -74,9 +74,9 @@ class Routers:
         }
 
     def pieces(self) -> Iterator[Piece]:
-        """The biases, each written by one rank."""
+        """The biases, each written by one rank; with adapters they are the base's, and do not move."""
         here = self._mesh
-        if here.loss.index == here.tp.index == 0:
+        if here.loss.index == here.tp.index == 0 and self._model.adapter is None:
             for name, bias in self._biases.items():
                 shape = tuple(bias.shape)
                 yield Piece(name, WEIGHT, shape, (0,), shape, bias.dtype, bias.cpu)

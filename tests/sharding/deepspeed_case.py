@@ -8,14 +8,14 @@ import torch
 from torch import Tensor
 
 from hpctrain.config.schema import RunConfig
-from hpctrain.layout.parameters import parameter_specs
+from hpctrain.layout.parameters import bias_specs, parameter_specs
 from hpctrain.layout.placement import Index
 from hpctrain.parallel.comm import gather_objects
 from hpctrain.parallel.mesh import Mesh
 from hpctrain.parallel.parallelize import build_model
 from hpctrain.sharding.build import build_engine, takes_values
 from hpctrain.sharding.engine import Engine
-from hpctrain.sharding.state import KINDS
+from hpctrain.sharding.state import KINDS, WEIGHT
 from tests.training import make_config, make_mesh
 
 
@@ -47,10 +47,11 @@ class Checkpoint:
         mine = [(p.name, p.kind, p.start, p.fetch().numpy()) for p in engine.pieces()]
         self.tensors: dict[tuple[str, str], Tensor] = {}
         self.writes: dict[tuple[str, str], Tensor] = {}
-        for spec in parameter_specs(config.model):
-            for kind in KINDS:
-                self.tensors[spec.name, kind] = torch.full(spec.shape, torch.nan)
-                self.writes[spec.name, kind] = torch.zeros(spec.shape, dtype=torch.int64)
+        stored = [(spec, kind) for spec in parameter_specs(config.model) for kind in KINDS]
+        stored += [(spec, WEIGHT) for spec in bias_specs(config.model)]
+        for spec, kind in stored:
+            self.tensors[spec.name, kind] = torch.full(spec.shape, torch.nan)
+            self.writes[spec.name, kind] = torch.zeros(spec.shape, dtype=torch.int64)
         for pieces in gather_objects(mine, mesh.world):
             for name, kind, begin, values in pieces:  # type: ignore[attr-defined]
                 at = tuple(slice(a, a + n) for a, n in zip(begin, values.shape))

@@ -74,8 +74,8 @@ def test_bf16_without_overlap() -> None:
     [
         ({"stage": 1}, {"precision": "float64"}, "train.precision"),
         ({"engine": "deepspeed", "stage": 0}, {}, "sharding.stage"),
-        ({"stage": 2, "offload": {"optimizer": "cpu"}}, {}, "sharding.offload.optimizer"),
-        ({"stage": 3, "offload": {"params": "nvme"}}, {}, "sharding.offload.params"),
+        ({"stage": 0, "offload": {"optimizer": "cpu"}}, {}, "sharding.offload.optimizer"),
+        ({"stage": 2, "offload": {"params": "nvme"}}, {}, "sharding.offload.params"),
     ],
 )
 def test_what_it_cannot_do_is_refused_before(sharding: dict[str, Any], train: dict[str, Any], path: str) -> None:

@@ -98,7 +98,7 @@ class Stage(nn.Module):
 
         x = self.embedding(batch.tokens) if self.first else hidden
         rope = rotation(self.rope, torch.arange(x.shape[1]), x.dtype)
-        mask = None if batch.documents is None else document_mask(batch.documents)
+        mask = None if batch.documents is None else document_mask(batch.documents, x.dtype)
         for layer in self.layers.values():
             x, _ = layer(x, rope, mask, batch.samples, None)
         return (x if self.first else self.loss(self.head(self.norm(x), None), batch.labels)), None

@@ -11,8 +11,8 @@ from hpctrain.config.schema import RunConfig
 from hpctrain.layout.memory import estimate
 from hpctrain.layout.parameters import parameter_specs
 from hpctrain.sharding.deepspeed.initial import make_hollow
+from hpctrain.telemetry.live import LiveBytes
 from tests.sharding.deepspeed_case import Checkpoint, start, zero_config
-from tests.sharding.live import LiveBytes
 from tests.training import global_batch
 
 DEEP: dict[str, Any] = {"layers": 12, "hidden": 48, "heads": 4, "kv_heads": 4, "head_dim": 12, "ffn": 192, "vocab": 192}
@@ -25,7 +25,7 @@ def deep(stage: int, precision: str, tp: int = 1) -> RunConfig:
 
 def test_hollow_parameters_take_no_memory() -> None:
     model = torch.nn.Sequential(torch.nn.Linear(300, 200, device="meta"), torch.nn.LayerNorm(200))
-    make_hollow(model, torch.bfloat16, torch.device("cpu"))
+    make_hollow(model, torch.bfloat16, torch.device("cpu"), sharded=False)
     assert [tuple(p.shape) for p in model.parameters()] == [(200, 300), (200,), (200,), (200,)]
     for p in model.parameters():
         assert p.dtype == torch.bfloat16 and p.device.type == "cpu" and p.requires_grad and not p.any()

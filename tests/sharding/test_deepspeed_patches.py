@@ -5,6 +5,7 @@ What the patches are for is held by the tests of the engine; here each is seen t
 
 from __future__ import annotations
 
+import math
 import os
 import subprocess
 import sys
@@ -173,3 +174,23 @@ def test_local_rank_is_the_device_while_it_is_read(monkeypatch: pytest.MonkeyPat
     with patches.local_rank(torch.device("cuda", 1)):
         assert os.environ["LOCAL_RANK"] == "1" and "OMPI_COMM_WORLD_LOCAL_RANK" not in os.environ
     assert os.environ["LOCAL_RANK"] == os.environ["OMPI_COMM_WORLD_LOCAL_RANK"] == "3"
+
+
+@pytest.mark.parametrize(
+    ("values", "found"),
+    [
+        ([], False),
+        ([[1.0, -2.0], [3.0]], False),
+        ([[1.0, math.inf], [3.0]], True),
+        ([[1.0], [math.inf, -math.inf]], True),
+        ([[math.nan], [3.0]], True),
+        ([[3e38, 3e38], [1.0]], False),  # a sum that is not finite, of values that are
+    ],
+)
+def test_what_is_not_finite_is_found_by_sums(values: list[list[float]], found: bool) -> None:
+    from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+
+    zero = DeepSpeedZeroOptimizer.__new__(DeepSpeedZeroOptimizer)
+    zero.bit16_groups, zero.averaged_gradients = [[]], {0: [torch.tensor(v) for v in values] + [None]}
+    patches.skip_all_non_finite(zero, 1)
+    assert bool(zero.has_overflow_partitioned_grads_serial()) == found

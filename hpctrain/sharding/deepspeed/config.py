@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from hpctrain.config.schema import RunConfig
-from hpctrain.layout.parameters import parameter_specs
+from hpctrain.layout.parameters import largest_unit, parameter_specs
 
 
 def deepspeed_config(config: RunConfig) -> dict[str, Any]:
@@ -69,17 +69,13 @@ def zero_section(config: RunConfig) -> dict[str, Any]:
             # Lean: a gathered parameter is let go as soon as its module has run, and prefetching, which takes another
             # bucket at every module it passes, stops short of the whole model.
             "stage3_max_reuse_distance": 0 if lean else everything,
-            "stage3_max_live_parameters": 2 * largest_unit(config) if lean else everything,
+            "stage3_max_live_parameters": 2 * largest_unit(config.model, config.parallel.tp) if lean else everything,
             # DeepSpeed's own would replace torch.nn.functional.linear for the whole process.
             "memory_efficient_linear": False,
         }
+        if config.sharding.offload.state:
+            out["sub_group_size"] = everything  # one group of state for each of the optimizer's
+        if (place := config.sharding.offload.params) != "none":
+            # No file is made there: files, buffers and what stays in memory are ours (`weights.py`).
+            out["offload_param"] = {"device": place, "nvme_path": "/", "max_in_cpu": 0, "pin_memory": True}
     return out
-
-
-def largest_unit(config: RunConfig) -> int:
-    """Elements that a rank computes with at about the same time: those of a layer, or of the vocabulary's matrix."""
-    units: dict[object, int] = {}
-    for spec in parameter_specs(config.model):
-        key = spec.name if spec.layer is None else spec.layer
-        units[key] = units.get(key, 0) + spec.numel
-    return -(-max(units.values()) // config.parallel.tp)

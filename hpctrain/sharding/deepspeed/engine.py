@@ -16,18 +16,24 @@ from torch import Tensor, nn
 from hpctrain.config.schema import RunConfig
 from hpctrain.layout.parameters import parameter_specs
 from hpctrain.layout.placement import Placement
+from hpctrain.layout.slots import UNIT
 from hpctrain.model.batch import Batch
 from hpctrain.parallel.mesh import Mesh
 from hpctrain.parallel.precision import COMPUTE
 from hpctrain.parallel.ticket import Ticket
-from hpctrain.sharding.deepspeed import ops, patches, state
+from hpctrain.sharding.deepspeed import offload, ops, patches, state
 from hpctrain.sharding.deepspeed.config import deepspeed_config
 from hpctrain.sharding.deepspeed.experts import GROUP, forget_experts, shard_experts
 from hpctrain.sharding.deepspeed.gather import make_fetchable
 from hpctrain.sharding.deepspeed.groups import MeshUnit
-from hpctrain.sharding.deepspeed.initial import InitialValues, make_hollow
+from hpctrain.sharding.deepspeed.initial import make_hollow
 from hpctrain.sharding.deepspeed.traffic import CountedBackend
+from hpctrain.sharding.deepspeed.weights import WeightsOnDisk, in_place_of_deepspeeds
 from hpctrain.sharding.engine import Engine, StepResult
+from hpctrain.sharding.frozen import load_packed
+from hpctrain.sharding.groups import ensure_world
+from hpctrain.sharding.initial import InitialValues
+from hpctrain.sharding.offload.home import Home, make_home
 from hpctrain.sharding.routers import Routers
 from hpctrain.sharding.scaler import LossScale
 from hpctrain.sharding.state import WEIGHT, Piece, StateReader
@@ -89,50 +95,80 @@ class DeepSpeedEngine(Engine):
         root = Chunks(self.chunks)
         if self._stage == 3:
             make_fetchable(root, mesh.alone)
-        make_hollow(root, COMPUTE[config.train.precision], mesh.device)
+        make_hollow(root, COMPUTE[config.train.precision], mesh.device, sharded=self._stage == 3)
         self._named = {name: p for chunk in self.chunks for name, p in chunk.named_parameters()}
         for name, parameter in self._named.items():
             # DeepSpeed counts a parameter in the norm if it carries this flag or the rank is the first of tp,
             # who owns whatever it holds.
             parameter.tensor_model_parallel = records[name].owner == mesh.rank  # type: ignore[attr-defined]
         # Where edp is dp x cp experts are parameters as others are.
-        apart = {n for n in self._named if mesh.reduction(records[n]).ranks != mesh.loss.ranks}
+        trained = {name: parameter for name, parameter in self._named.items() if parameter.requires_grad}
+        apart = {name for name in trained if mesh.reduction(records[name]).ranks != mesh.loss.ranks}
         if apart:
             assert config.model.moe is not None
             shard_experts(root, [self._named[n] for n in apart], config.model.moe.experts, mesh)
         self._unit = MeshUnit(mesh)
+        home = make_home(config, mesh, records) if config.sharding.offload.state else None
+        weights = self._weights_on_disk(home, config) if home else None
         with ExitStack() as stack:
             stack.enter_context(warnings.catch_warnings())
             stack.enter_context(patches.one_optimizer_class())
             stack.enter_context(patches.values_come_later())
             stack.enter_context(patches.local_rank(mesh.device))
+            if home:
+                stack.enter_context(offload.states_live_elsewhere(self._stage))
+                stack.enter_context(in_place_of_deepspeeds(weights))
             warnings.simplefilter("ignore")
             self._engine, self._zero, *_ = deepspeed.initialize(
                 model=root,
                 config=settings,
                 mpu=self._unit,
-                model_parameters=_groups(self._named, config, apart),
+                model_parameters=_groups(trained, config, apart),
                 dist_init_required=False,
             )
+        self._store = self._make_store(home, weights)
         patches.skip_all_non_finite(self._zero, self._stage)
         patches.skip_where(self._zero, lambda: not self._loss_finite)
         patches.use_loss_scale(self._zero, self._scale)
-        store = state.ShardedParameters if self._stage == 3 else state.ShardedStates
-        self._store: state.Store = store(self._zero, self._named)
         state.load(self._store, records, InitialValues(config), step=0, kinds=(WEIGHT,))
+        load_packed(chunks, InitialValues(config), mesh.device)
         self.routers = Routers(chunks, mesh, config)
         self._valid_tokens = 1
         self._counted = CountedBackend(mesh)
 
+    def _weights_on_disk(self, home: Home, config: RunConfig) -> WeightsOnDisk | None:
+        """The place of partitions that `sharding.offload.params=nvme` puts on a disk."""
+        if config.sharding.offload.params != "nvme":
+            return None
+        assert home.disk
+        dtype, ranks = COMPUTE[config.train.precision], self._mesh.loss.size
+        kept = [math.ceil(p.numel() / ranks) for p in self._named.values()]
+        padded = [math.ceil(numel / UNIT) * UNIT for numel in kept]
+        least, share = -(-config.model.hidden // ranks), config.sharding.offload.params_share
+        file = home.file(math.ceil(share * sum(padded) + (share < 1) * max(padded)) * dtype.itemsize)
+        copied = ranks > 1 or self._mesh.device.type != "cpu"
+        return WeightsOnDisk(file, home.disk, dtype, least, share, home.sizes.ahead, home.pinned, copied)
+
+    def _make_store(self, home: Home | None, weights: WeightsOnDisk | None) -> state.Store:
+        zero, named = self._zero, self._named
+        if home is None:
+            return (state.ShardedParameters if self._stage == 3 else state.ShardedStates)(zero, named)
+        if self._stage < 3:
+            return offload.Partitions(zero, named, home)
+        return offload.Parameters(zero, named, home, weights, self._records, self._mesh)
+
     def begin_step(self, valid_tokens: int, micro_batches: int) -> None:
         self._valid_tokens = max(valid_tokens, 1)
         patches.fresh_gradients(self._zero, self._stage)
+        self._store.begin_step(micro_batches)
         self.routers.begin_step()
 
     def forward(self, chunk: int, batch: Batch, hidden: Tensor | None = None, tied: Tensor | None = None) -> Ticket:
-        self._engine.module.train()
+        if not self._engine.module.training:
+            self._engine.module.train()
         output, routers = self._engine(chunk, batch, hidden, tied)
-        return Ticket(chunk, output, routers, hidden, patches.remaining_inputs(self._engine.module))
+        remaining = patches.remaining_inputs(self._engine.module) if self._stage == 3 else {}
+        return Ticket(chunk, output, routers, hidden, remaining)
 
     def backward(self, ticket: Ticket, grad: Tensor | None = None) -> None:
         patches.expect_backward(self._zero)
@@ -151,6 +187,7 @@ class DeepSpeedEngine(Engine):
         self._engine.step()
         skipped = bool(self._zero.overflow)
         if not skipped:
+            self._store.stepped()
             self.routers.step()
         backed_off = loss_finite and self._scale.update(overflowed=skipped)
         return StepResult(math.nan if skipped else float(self._zero._global_grad_norm), skipped, backed_off)
@@ -176,12 +213,14 @@ class DeepSpeedEngine(Engine):
     def load(self, reader: StateReader) -> None:
         scalars = reader.scalars()
         state.load(self._store, self._records, reader, int(scalars["step"]))
+        load_packed(self.chunks, reader, self._mesh.device)
         self._scale.load(scalars)
         self.routers.load(reader)
 
     def close(self) -> None:
         self._counted.close()
         self._engine.destroy()
+        self._store.close()
         patches.forget(self._unit, self._engine.module)
         forget_experts()
 
@@ -204,9 +243,7 @@ def load_deepspeed(device: torch.device) -> Any:
     patches.no_compiler_at_import()
     patches.no_repeated_warnings()
     patches.fp16_on_cpu(deepspeed.get_accelerator())
-    if not dist.is_initialized():
-        backend, store = "nccl" if device.type == "cuda" else "gloo", torch._C._distributed_c10d.HashStore()
-        dist.init_process_group(backend, store=store, rank=0, world_size=1)
+    ensure_world(device)
     deepspeed.init_distributed(dist.get_backend(), auto_mpi_discovery=False, verbose=False, dist_init_required=False)
     return deepspeed
 

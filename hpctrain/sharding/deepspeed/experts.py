@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from torch import nn
 
 from hpctrain.parallel.mesh import Mesh
-from hpctrain.sharding.deepspeed.groups import real_group
+from hpctrain.sharding.groups import real_group
 
 GROUP = "hpctrain_experts"
 """Name of the groups in DeepSpeed's globals."""

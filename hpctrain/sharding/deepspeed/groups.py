@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch.distributed as dist
 
-from hpctrain.parallel.comm import Axis
 from hpctrain.parallel.mesh import Mesh
+from hpctrain.sharding.groups import real_group
 
 
 class MeshUnit:
@@ -37,12 +37,3 @@ class MeshUnit:
         """The rank along tp alone: with it DeepSpeed decides which rank counts a replicated parameter in the
         norm, and stage 3 asks for it under this name."""
         return self._mesh.tp.index
-
-
-def real_group(axis: Axis) -> dist.ProcessGroup:
-    """The axis' process group, made where there is none because it has one rank."""
-    if axis.group is not None:
-        return axis.group
-    group = dist.new_group(list(axis.ranks), use_local_synchronization=True)
-    assert isinstance(group, dist.ProcessGroup), axis
-    return group

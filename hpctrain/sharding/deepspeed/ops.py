@@ -23,22 +23,20 @@ from pathlib import Path
 from typing import Literal
 
 from hpctrain.errors import ConfigError, LaunchError
+from hpctrain.files import NETWORK, file_system
 
 BUILDERS = {"fused_adam": "FusedAdamBuilder", "cpu_adam": "CPUAdamBuilder", "async_io": "AsyncIOBuilder"}
 """The ops that this project can use, and what DeepSpeed calls their builders."""
 
 USES = {
     "fused_adam": "AdamW in one kernel (sharding.torch_adam=false); without it torch's AdamW is used",
-    "cpu_adam": "AdamW on the host for sharding.offload.optimizer; without it torch's AdamW is used",
-    "async_io": "reading and writing of sharding.offload.*=nvme, which cannot run without it",
+    "cpu_adam": "AdamW of DeepSpeed's own offloading, to compare with; sharding.offload.* does without",
+    "async_io": "reading and writing of DeepSpeed's own offloading, to compare with; sharding.offload.* does without",
 }
 """What each is for and what its absence costs."""
 
 QUIET_S = 2 * 3600.0
 """On a file system that other hosts share, a lock is stale when nothing beside it has changed for this long."""
-
-NETWORK = {"nfs", "nfs4", "lustre", "gpfs", "beegfs", "ceph", "cifs", "smb3", "fuse.sshfs", "9p", "pvfs2", "wekafs"}
-"""File systems whose files other hosts may hold open."""
 
 
 @dataclass(frozen=True)
@@ -178,7 +176,7 @@ def _stays_stale(path: Path, settle_s: float) -> bool:
             found = path.stat()
         except OSError:
             return None
-        verdict = judge_lock(path, _file_system(path.parent)).verdict
+        verdict = judge_lock(path, file_system(path.parent)).verdict
         return (found.st_ino, found.st_ctime_ns) if verdict == "stale" else None
 
     first = stale()
@@ -256,7 +254,7 @@ def build_op(name: str, folder: Path, timeout_s: float, command: Sequence[str] =
 
 def find_locks(folder: Path, now: float | None = None) -> list[BuildLock]:
     """All build locks in an extension folder, each with a verdict."""
-    return [judge_lock(path, _file_system(folder), now) for path in sorted(folder.glob("*/lock"))]
+    return [judge_lock(path, file_system(folder), now) for path in sorted(folder.glob("*/lock"))]
 
 
 def judge_lock(path: Path, file_system: str, now: float | None = None) -> BuildLock:
@@ -330,14 +328,3 @@ def _last_change(folder: Path) -> float:
         except OSError:
             continue
     return max(times, default=0.0)
-
-
-def _file_system(folder: Path) -> str:
-    """Type of the file system a folder is on; empty if unknown."""
-    import psutil
-
-    mounts: dict[str, str] = {p.mountpoint: p.fstype for p in psutil.disk_partitions(all=True)}
-    for parent in (folder.resolve(), *folder.resolve().parents):
-        if str(parent) in mounts:
-            return mounts[str(parent)]
-    return ""

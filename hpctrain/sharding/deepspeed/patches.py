@@ -181,11 +181,20 @@ def skip_all_non_finite(zero: Any, stage: int) -> None:
 
     Elsewhere it goes by the norm, which leaves out what it must not count twice: a replica whose gradient is
     NaN would be stepped on its own. Look at every gradient in every precision. The check takes the maximum
-    over both groups, so all ranks agree.
+    over both groups, so all ranks agree. It goes over each gradient half a dozen times; a sum, in which anything that
+    is not finite shows, goes over it once, and only where that is not finite is there something to look for.
     """
     if stage < 3:
         require_source(type(zero).step, "if self.check_grad_overflow:")
+        require_source(type(zero).has_overflow_partitioned_grads_serial, "for j, grad in enumerate(self.averaged_gradi")
         zero.check_grad_overflow = True
+        thorough = zero.has_overflow_partitioned_grads_serial
+
+        def found(self: Any) -> torch.Tensor:
+            gradients = [g for i in range(len(self.bit16_groups)) for g in self.averaged_gradients[i] if g is not None]
+            return torch.zeros(1, dtype=torch.bool) if _finite(gradients) else thorough()  # moved by who asks
+
+        zero.has_overflow_partitioned_grads_serial = MethodType(found, zero)
         return
     require_source(type(zero)._overflow_check_and_loss_scale_update, "if self.dtype == torch.float16:")
     require_source(type(zero).step, "self._overflow_check_and_loss_scale_update(update_scale=False)")
@@ -196,6 +205,12 @@ def skip_all_non_finite(zero: Any, stage: int) -> None:
         return bool(self._loss_scale_update_and_overflow_cleanup()) if update_scale else self.overflow
 
     zero._overflow_check_and_loss_scale_update = MethodType(check, zero)
+
+
+def _finite(gradients: Sequence[torch.Tensor]) -> bool:
+    """Whether the sum of all is finite: then every one of their values is."""
+    sums = [g.sum(dtype=torch.float32) for g in gradients]
+    return not sums or bool(torch.stack(sums).sum().isfinite())
 
 
 def skip_where(zero: Any, refused: Callable[[], bool]) -> None:

@@ -86,7 +86,9 @@ class Store(ABC):
     """
 
     def __init__(self, zero: Any, parameters: Mapping[str, nn.Parameter]) -> None:
-        self.zero, self.parameters = zero, parameters
+        self.zero = zero
+        self.parameters = {name: p for name, p in parameters.items() if p.requires_grad}
+        self.frozen = {name: p for name, p in parameters.items() if not p.requires_grad}
 
     @abstractmethod
     def fragments(self) -> Iterator[Fragment]:
@@ -103,6 +105,11 @@ class Store(ABC):
     def compute(self, parameter: nn.Parameter) -> Tensor:
         """All values of a parameter that the model computes with. Collective where they are sharded."""
         return parameter.detach()
+
+    def kept(self, parameter: nn.Parameter) -> tuple[int, Tensor]:
+        """Of a parameter that is not trained: where the range that this rank keeps begins, and the range, flat. There
+        is no other copy of it."""
+        return 0, parameter.data.view(-1)
 
     @abstractmethod
     def publish(self) -> None:
@@ -123,6 +130,15 @@ class Store(ABC):
     def step(self) -> int:
         """Updates made."""
         return int(self.zero.optimizer.state[self._flats()[0]]["step"])
+
+    def begin_step(self, micro_batches: int) -> None:
+        """A step of so many backward passes begins."""
+
+    def stepped(self) -> None:
+        """An update was made, and was not skipped."""
+
+    def close(self) -> None:
+        """Give back what outlives the object."""
 
 
 class ShardedStates(Store):
@@ -177,6 +193,11 @@ class ShardedParameters(Store):
         key = None if kind == WEIGHT else kind
         self.zero.set_local_hp_param(F.pad(values, (0, padding)), fragment.parameter, key)
 
+    def kept(self, parameter: nn.Parameter) -> tuple[int, Tensor]:
+        part = parameter.ds_tensor  # type: ignore[attr-defined]
+        start = part.ds_numel * self.zero._get_param_partition_rank(parameter)
+        return start, part.data[: max(0, min(part.ds_numel, parameter.ds_numel - start))]  # type: ignore[attr-defined]
+
     def compute(self, parameter: nn.Parameter) -> Tensor:
         from deepspeed.runtime.zero import GatheredParameters
 
@@ -220,7 +241,8 @@ def load(
     step: int,
     kinds: Sequence[str] = KINDS,
 ) -> None:
-    """Take master weights and moments as they are after `step` updates; moments that are left out are zero.
+    """Take master weights and moments as they are after `step` updates, and what is not trained; moments that are left
+    out are zero.
 
     Collective.
     """
@@ -232,4 +254,10 @@ def load(
             for section in sections(placement, fragment.start, fragment.numel):
                 section.view(values).copy_(reader.read(fragment.name, kind, section.start, section.shape))
             store.write(fragment, kind, values.to(fragment.parameter.device))
+    for name, parameter in store.frozen.items():
+        start, part = store.kept(parameter)
+        values = torch.empty(len(part))
+        for section in sections(placements[name], start, len(part)):
+            section.view(values).copy_(reader.read(name, WEIGHT, section.start, section.shape))
+        part.copy_(values)
     store.publish()

@@ -14,6 +14,7 @@ What there is to count with our settings, over dp x cp unless said otherwise:
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -122,9 +123,11 @@ class CountedWork:
 
     def __init__(self, work: Any, begun: Collective, meter: Meter) -> None:
         self._work, self._begun, self._meter = work, begun, meter
+        self._since: float | None = time.perf_counter()
 
     def wait(self, *args: Any, **options: Any) -> Any:
-        with self._meter.waiting(self._begun):
+        since, self._since = self._since, None
+        with self._meter.waiting(self._begun, since):
             return self._work.wait(*args, **options)
 
     def __getattr__(self, name: str) -> Any:

@@ -7,51 +7,51 @@ accumulate and reduce gradients in float32; fp16 scales the loss.
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import cast
 
 import torch
 from torch import Tensor, nn
 
-from hpctrain.config.schema import OptimizerConfig, RunConfig
+from hpctrain.config.schema import RunConfig
 from hpctrain.layout.parameters import parameter_specs
 from hpctrain.layout.placement import Box, Placement
 from hpctrain.layout.schedule import ZERO_BUBBLE
-from hpctrain.model.batch import Batch
 from hpctrain.parallel.deferred import complete
 from hpctrain.parallel.linears import defer_weights
 from hpctrain.parallel.mesh import Mesh
 from hpctrain.parallel.precision import COMPUTE, master
 from hpctrain.parallel.ticket import Ticket
-from hpctrain.sharding.engine import Engine, StepResult
+from hpctrain.sharding.adamw import AdamW
+from hpctrain.sharding.frozen import load_packed, load_parameters
 from hpctrain.sharding.none.buckets import GradientBuckets
-from hpctrain.sharding.norm import GradientNorm, clip_factor
-from hpctrain.sharding.routers import Routers
-from hpctrain.sharding.scaler import LossScale
-from hpctrain.sharding.state import KINDS, MOMENTS, WEIGHT, Piece, StateReader, balance, region
+from hpctrain.sharding.norm import GradientNorm
+from hpctrain.sharding.state import KINDS, Piece, StateReader, balance, region
+from hpctrain.sharding.stepping import SteppingEngine
 
 
-class PlainEngine(Engine):
+class PlainEngine(SteppingEngine):
     """See `Engine`. The chunks come with initial values in master precision, and are cast here."""
 
     def __init__(
         self, chunks: Sequence[nn.Module], records: dict[str, Placement], mesh: Mesh, config: RunConfig
     ) -> None:
-        self.chunks, self.records, self.mesh = chunks, records, mesh
-        precision, options = config.train.precision, config.optimizer
+        super().__init__(chunks, mesh, config)
+        precision = config.train.precision
         splits = config.parallel.schedule in ZERO_BUBBLE
         self.deferred = [defer_weights(chunk, mesh.alone) for chunk in chunks] if splits else []
         named = {name: p for chunk in chunks for name, p in chunk.named_parameters()}
-        self.masters = {name: p.detach().clone() for name, p in named.items()}
+        self.masters = {name: p.detach().clone() for name, p in named.items() if p.requires_grad}
+        self.records = {name: records[name] for name in self.masters}
         for chunk in chunks:
             chunk.to(COMPUTE[precision])
         self.working = {name: p for chunk in chunks for name, p in chunk.named_parameters()}
         if COMPUTE[precision] == master(precision):
-            self.masters = {name: p.detach() for name, p in self.working.items()}
-        self.scale = LossScale(config.train.loss_scale, dynamic=precision == "fp16")
+            self.masters = {name: self.working[name].detach() for name in self.masters}
+        self.frozen = {name: p for name, p in self.working.items() if not p.requires_grad}
+        self.frozen_records = {name: records[name] for name in self.frozen}
+        specs = parameter_specs(config.model)
         uneven = config.model.vocab % mesh.tp.size > 0
-        apart = {spec.name for spec in parameter_specs(config.model) if uneven and "vocab" in spec.cuts}
+        apart = {spec.name for spec in specs if uneven and "vocab" in spec.cuts}
         self.buckets = GradientBuckets(
             {p: mesh.reduction(records[n]) for n, p in self.working.items() if p.requires_grad},
             master(precision),
@@ -62,50 +62,29 @@ class PlainEngine(Engine):
         gradients = self.buckets.gradients()
         self.gradients = {name: gradients[p] for name, p in self.working.items() if p in gradients}
         self.norm = GradientNorm({n: records[n] for n in self.gradients}, mesh, experts=config.model.moe is not None)
-        self.clip = options.clip
-        trained = {name: self.masters[name] for name in self.gradients}
-        self.optimizer = _adamw(trained, {s.name: s.decay for s in parameter_specs(config.model)}, options)
-        self.routers = Routers(chunks, mesh, config)
-        self.updates, self.valid_tokens = 0, 0
+        self.optimizer = AdamW(self.masters, set(self.gradients), {s.name: s.decay for s in specs}, config.optimizer)
+        self.make_routers(config)
 
     def begin_step(self, valid_tokens: int, micro_batches: int) -> None:
-        self.valid_tokens = valid_tokens
+        super().begin_step(valid_tokens, micro_batches)
         self.buckets.begin(micro_batches)
-        self.routers.begin_step()
-
-    def forward(self, chunk: int, batch: Batch, hidden: Tensor | None = None, tied: Tensor | None = None) -> Ticket:
-        self.chunks[chunk].train()
-        output, routers = self.chunks[chunk](batch, hidden, tied)
-        return Ticket(chunk, output, routers, hidden)
 
     def backward(self, ticket: Ticket, grad: Tensor | None = None) -> None:
-        self._through(ticket, grad)
+        self.through(ticket, grad)
         if self.deferred:
             complete(self.deferred[ticket.chunk].take())
 
     def backward_input(self, ticket: Ticket, grad: Tensor | None = None) -> Callable[[], None]:
-        self._through(ticket, grad)
+        self.through(ticket, grad)
         left = self.deferred[ticket.chunk].take()
         return lambda: complete(left)
 
-    def step(self, lr: float, loss_finite: bool = True) -> StepResult:
+    def reduced(self) -> dict[str, Tensor]:
         self.buckets.finish()
-        norm = self.norm.of(list(self.gradients.values())) / self.scale.value
-        if loss_finite and math.isfinite(norm):
-            factor = clip_factor(norm, self.clip) / self.scale.value
-            if factor != 1.0:
-                self.buckets.scale(factor)
-            self._update(lr)
-            self.routers.step()
-            self.scale.update(overflowed=False)
-            return StepResult(norm, skipped=False)
-        return StepResult(norm, skipped=True, backed_off=loss_finite and self.scale.update(overflowed=True))
+        return self.gradients
 
-    def evaluate(self, chunk: int, batch: Batch, hidden: Tensor | None = None, tied: Tensor | None = None) -> Tensor:
-        self.chunks[chunk].eval()
-        with torch.no_grad():
-            output, _ = self.chunks[chunk](batch, hidden, tied)
-        return cast(Tensor, output)
+    def scale_gradients(self, factor: float) -> None:
+        self.buckets.scale(factor)
 
     def parameter(self, name: str) -> nn.Parameter:
         return self.working[name]
@@ -128,45 +107,24 @@ class PlainEngine(Engine):
                         yield self._piece(record, kind, box)
         yield from self.routers.pieces()
 
-    def scalars(self) -> dict[str, float]:
-        return {"step": float(self.updates), **self.scale.scalars()}
-
     def load(self, reader: StateReader) -> None:
         scalars = reader.scalars()
-        self.updates = int(scalars["step"])
+        self.optimizer.start_at(int(scalars["step"]))
         self.scale.load(scalars)
         for name, record in self.records.items():
             for kind in KINDS:
                 for box in record.boxes:
                     values = reader.read(name, kind, box.start, box.shape)
-                    region(self._state(name, kind), box).copy_(values)
-            self.optimizer.state[self.masters[name]]["step"] = torch.tensor(float(self.updates))
+                    region(self.optimizer.state(name, kind), box).copy_(values)
+        load_parameters(self.frozen, self.frozen_records, reader)
+        load_packed(self.chunks, reader, self.mesh.device)
         self.routers.load(reader)
-        self._publish()
+        self.publish()
 
     def close(self) -> None:
         self.buckets.close()
 
-    def _through(self, ticket: Ticket, grad: Tensor | None) -> None:
-        """Autograd's part of a backward."""
-        share = self.scale.value / max(self.valid_tokens, 1)
-        ends = [(ticket.output, torch.full_like(ticket.output, share) if grad is None else grad)]
-        if ticket.routers is not None:
-            ends.append((ticket.routers, torch.full_like(ticket.routers, share)))
-        trained = [end for end in ends if end[0].requires_grad]
-        if trained:
-            torch.autograd.backward([end for end, _ in trained], [of_end for _, of_end in trained])
-
-    def _update(self, lr: float) -> None:
-        for group in self.optimizer.param_groups:
-            group["lr"] = lr
-        for name, gradient in self.gradients.items():
-            self.masters[name].grad = gradient
-        self.optimizer.step()
-        self.updates += 1
-        self._publish()
-
-    def _publish(self) -> None:
+    def publish(self) -> None:
         """Copy master weights to the weights that compute, where they are not the same tensors."""
         pairs = [(self.working[n], m) for n, m in self.masters.items() if self.working[n].data_ptr() != m.data_ptr()]
         if pairs:
@@ -175,27 +133,7 @@ class PlainEngine(Engine):
 
     def _piece(self, record: Placement, kind: str, box: Box) -> Piece:
         def fetch() -> Tensor:
-            return region(self._state(record.name, kind), box).contiguous().cpu()
+            return region(self.optimizer.state(record.name, kind), box).contiguous().cpu()
 
         dtype = self.masters[record.name].dtype
         return Piece(record.name, kind, record.global_shape, box.start, box.shape, dtype, fetch)
-
-    def _state(self, name: str, kind: str) -> Tensor:
-        if kind == WEIGHT:
-            return self.masters[name]
-        state = self.optimizer.state[self.masters[name]]
-        if not state:
-            state["step"] = torch.tensor(0.0)
-            state.update({moment: torch.zeros_like(self.masters[name]) for moment in MOMENTS})
-        value: Tensor = state[kind]
-        return value
-
-
-def _adamw(masters: dict[str, Tensor], decays: dict[str, bool], options: OptimizerConfig) -> torch.optim.AdamW:
-    """AdamW (Loshchilov and Hutter, arXiv 1711.05101) over master weights, decay on matrices only."""
-    groups = [
-        {"params": [m for n, m in masters.items() if decays[n] == decay], "weight_decay": weight_decay}
-        for decay, weight_decay in ((True, options.weight_decay), (False, 0.0))
-    ]
-    betas = (options.beta1, options.beta2)
-    return torch.optim.AdamW(groups, lr=options.lr, betas=betas, eps=options.eps)

@@ -1,17 +1,24 @@
-"""The layout of a corpus file: an HDF5 file whose two arrays can be memory-mapped.
+"""The layout of a corpus file: an HDF5 file whose arrays can be memory-mapped.
 
     /tokens      [tokens]         uint16 or uint32, little-endian, contiguous
     /documents   [documents + 1]  int64, little-endian, contiguous: where each document begins, and the end
+    /loss_mask   [tokens]         uint8: 1 where a token is learnt, 0 where it is only read (a prompt). Not in all
+    /checksums   [documents]      uint32: CRC-32 of each document's tokens and loss mask. Not in files of old
+    /tokenizer   [bytes]          uint8: the tokenizer.json that gives ids their meaning. Not where ids are bytes
     attributes of /: those of `Header`, `format`, `version`, and `complete`, which is set last
 
 Nothing else knows this layout. HDF5 is used for structure, not for access: a reader asks it where the arrays
-lie and closes it, so no HDF5 handle or lock is ever held across a fork, and none is needed.
+lie and closes it, so no HDF5 handle or lock is ever held across a fork, and none is needed. Equal content gives
+equal files: no times are in them.
 """
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+import resource
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -20,7 +27,6 @@ from typing import Any
 
 import h5py
 import numpy as np
-from numpy.typing import NDArray
 
 from hpctrain.errors import DataError
 
@@ -35,6 +41,9 @@ STRUCTURE = 1 << 20
 """Bytes that all else in a file takes, at most: HDF5's own structures, the header, and gaps."""
 OFFSET = np.dtype("<i8")
 """Type of the elements of `documents`."""
+CHECKSUM = np.dtype("<u4")
+"""Type of the elements of `checksums`."""
+BYTE = np.dtype("u1")
 REBUILD = "build it again with `hpctrain data build`"
 
 
@@ -49,10 +58,11 @@ class Header:
         end_of_document: the id that ends each document.
         tokens: number of tokens, ends of documents included.
         documents: number of documents.
-        sha256: of the bytes of `documents`, then of `tokens`. It finds damage, and it names the content: two
-            corpora with the same hash hold the same stream. A CRC would be too short for the second use.
+        sha256: of the bytes of `documents`, then of `tokens`, then of `loss_mask`. It finds damage, and it names the
+            content: two corpora with the same hash hold the same stream. A CRC would be too short for the second use.
         entropy: of the distribution of single tokens, nats per token; what a model without context can reach.
         provenance: where the corpus comes from; plain JSON.
+        loss_mask: some tokens are only read, not learnt.
     """
 
     tokenizer: str
@@ -64,6 +74,7 @@ class Header:
     sha256: str
     entropy: float
     provenance: dict[str, Any]
+    loss_mask: bool = False
 
     @property
     def dtype(self) -> np.dtype[Any]:
@@ -73,10 +84,14 @@ class Header:
 
 @dataclass(frozen=True)
 class Places:
-    """Where the arrays begin in the file, in bytes."""
+    """Where the arrays begin in the file, in bytes; None for those that are not there."""
 
     tokens: int
     documents: int
+    loss_mask: int | None = None
+    checksums: int | None = None
+    tokenizer: tuple[int, int] | None = None
+    """And how many bytes it has."""
 
 
 def token_dtype(vocab: int) -> np.dtype[Any]:
@@ -84,40 +99,77 @@ def token_dtype(vocab: int) -> np.dtype[Any]:
     return np.dtype("<u2") if vocab <= 1 << 16 else np.dtype("<u4")
 
 
-def file_size(tokens: int, documents: int, vocab: int) -> int:
+def file_size(tokens: int, documents: int, vocab: int, loss_mask: bool = False, tokenizer: int = 0) -> int:
     """Bytes that a corpus takes on disk, at most."""
-    return tokens * token_dtype(vocab).itemsize + (documents + 1) * OFFSET.itemsize + STRUCTURE
+    a_token = token_dtype(vocab).itemsize + loss_mask
+    a_document = OFFSET.itemsize + CHECKSUM.itemsize
+    return tokens * a_token + (documents + 1) * a_document + tokenizer + STRUCTURE
 
 
-def create(path: Path, documents: NDArray[np.int64], vocab: int) -> Places:
-    """Write a corpus that has its structure and its offsets, but neither tokens nor a header yet.
+def create(
+    path: Path, tokens: int, documents: int, vocab: int, *, loss_mask: bool = False, tokenizer: bytes = b""
+) -> Places:
+    """Write a corpus that has its structure, but no content and no header yet.
 
-    The caller writes tokens at the place returned by plain file writes: HDF5 learns of a full disk only when
-    it closes the file, and then can neither close it nor let go of it.
+    The caller writes the arrays at the places returned by plain file writes: HDF5 learns of a full disk only when
+    it closes the file, and then can neither close it nor let go of it. Several processes may write, on several
+    nodes, without an HDF5 library that was built with MPI.
 
     Args:
-        path: a new file.
-        documents: [documents + 1] offsets.
+        path: of it; what is there is written over.
+        tokens: how many.
+        documents: how many.
         vocab: of the tokenizer.
+        loss_mask: there is one.
+        tokenizer: the tokenizer.json, which is written here.
+
+    Raises:
+        OSError: the filesystem has no room for all of it.
     """
+    check_room(path.parent, file_size(tokens, documents, vocab, loss_mask, len(tokenizer)))
+    with path.open("wb") as raw:  # HDF5 must not be the one that finds the disk full
+        raw.write(bytes(STRUCTURE))
+    arrays: list[tuple[str, int, np.dtype[Any]]] = [("documents", documents + 1, OFFSET)]
+    arrays += [("checksums", documents, CHECKSUM)]
+    arrays += [("tokenizer", len(tokenizer), BYTE)] if tokenizer else []
+    arrays += [("tokens", tokens, token_dtype(vocab))]
+    arrays += [("loss_mask", tokens, BYTE)] if loss_mask else []
     how = {"libver": LIBVER, "locking": False, "alignment_threshold": PAGE, "alignment_interval": PAGE}
-    with h5py.File(path, "w-", **how) as file:
+    with h5py.File(path, "w", **how) as file:
         _set(file, format=FORMAT, version=VERSION, complete=False)
-        for name, size, dtype in (
-            ("documents", len(documents), OFFSET),
-            ("tokens", int(documents[-1]), token_dtype(vocab)),
-        ):
-            plist = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
-            plist.set_layout(h5py.h5d.CONTIGUOUS)
-            plist.set_alloc_time(h5py.h5d.ALLOC_TIME_EARLY)
-            plist.set_fill_time(h5py.h5d.FILL_TIME_NEVER)
-            space, kind = h5py.h5s.create_simple((size,)), h5py.h5t.py_create(dtype)
-            h5py.h5d.create(file.id, name.encode(), kind, space, plist)
-        places = Places(file["tokens"].id.get_offset(), file["documents"].id.get_offset())
-    with path.open("r+b") as raw:
-        raw.seek(places.documents)
-        raw.write(documents.astype(OFFSET).tobytes())
-    return places
+        for name, length, dtype in arrays:
+            _create_array(file, name, length, dtype)
+        at = {name: int(file[name].id.get_offset()) for name, _, _ in arrays}
+    if tokenizer:
+        with path.open("r+b") as raw:
+            raw.seek(at["tokenizer"])
+            raw.write(tokenizer)
+    stored = (at["tokenizer"], len(tokenizer)) if tokenizer else None
+    return Places(at["tokens"], at["documents"], at.get("loss_mask"), at["checksums"], stored)
+
+
+def check_room(folder: Path, size: int) -> None:
+    """Refuse what is known not to fit.
+
+    Raises:
+        OSError: ENOSPC or EFBIG.
+    """
+    if shutil.disk_usage(folder).free < size:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(folder))
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
+    if limit != resource.RLIM_INFINITY and limit < size:
+        raise OSError(errno.EFBIG, f"{os.strerror(errno.EFBIG)}: files are limited to {limit:,} bytes (ulimit -f)")
+
+
+def _create_array(file: h5py.File, name: str, length: int, dtype: np.dtype[Any]) -> None:
+    """A contiguous dataset that has its place in the file at once, no content, and no time of birth."""
+    plist = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
+    plist.set_layout(h5py.h5d.CONTIGUOUS)
+    plist.set_alloc_time(h5py.h5d.ALLOC_TIME_EARLY)
+    plist.set_fill_time(h5py.h5d.FILL_TIME_NEVER)
+    plist.set_obj_track_times(False)
+    space, kind = h5py.h5s.create_simple((length,)), h5py.h5t.py_create(dtype)
+    h5py.h5d.create(file.id, name.encode(), kind, space, plist)
 
 
 def complete(path: Path, header: Header) -> None:
@@ -136,11 +188,26 @@ def read(path: Path) -> tuple[Header, Places]:
     size = _check_file(path)
     with _opened(path) as file:
         header = _header(path, file)
-        tokens = _place(path, file, "tokens", header.tokens, header.dtype)
-        documents = _place(path, file, "documents", header.documents + 1, OFFSET)
-    if max(tokens + header.tokens * header.dtype.itemsize, documents + (header.documents + 1) * OFFSET.itemsize) > size:
+        places = Places(
+            _place(path, file, "tokens", header.tokens, header.dtype),
+            _place(path, file, "documents", header.documents + 1, OFFSET),
+            _place(path, file, "loss_mask", header.tokens, BYTE) if header.loss_mask else None,
+            _place(path, file, "checksums", header.documents, CHECKSUM) if "checksums" in file else None,
+            _stored_tokenizer(path, file) if "tokenizer" in file else None,
+        )
+    ends = [places.tokens + header.tokens * header.dtype.itemsize]
+    ends += [places.documents + (header.documents + 1) * OFFSET.itemsize]
+    ends += [places.loss_mask + header.tokens] if places.loss_mask is not None else []
+    ends += [places.checksums + header.documents * CHECKSUM.itemsize] if places.checksums is not None else []
+    ends += [sum(places.tokenizer)] if places.tokenizer is not None else []
+    if max(ends) > size:
         raise DataError(f"Corpus {path} is truncated: its arrays reach past the {size} bytes it has; {REBUILD}.")
-    return header, Places(tokens, documents)
+    return header, places
+
+
+def _stored_tokenizer(path: Path, file: h5py.File) -> tuple[int, int]:
+    length = file["tokenizer"].shape[0] if getattr(file["tokenizer"], "ndim", 0) == 1 else 0
+    return _place(path, file, "tokenizer", length, BYTE), length
 
 
 def _set(file: h5py.File, **attributes: str | int | float | bool) -> None:
@@ -177,7 +244,7 @@ def _opened(path: Path) -> Iterator[h5py.File]:
     try:
         with h5py.File(path, "r", locking=False) as file:
             yield file
-    except (OSError, RuntimeError, KeyError) as error:
+    except (OSError, RuntimeError, KeyError, UnicodeError) as error:
         what = "truncated" if "truncated file" in str(error) else "damaged"
         raise DataError(f"Corpus {path} is {what}, HDF5 says {str(error)!r}; {REBUILD}.") from error
 
@@ -203,8 +270,9 @@ def _header(path: Path, file: h5py.File) -> Header:
             sha256=str(attrs["sha256"]),
             entropy=float(attrs["entropy"]),
             provenance=dict(json.loads(attrs["provenance"])),
+            loss_mask=bool(attrs.get("loss_mask", False)),
         )
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, OverflowError, RecursionError) as error:
         raise DataError(f"Corpus {path} has an incomplete header ({error!r}); {REBUILD}.") from error
 
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import queue
-import threading
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from types import TracebackType
 from typing import Generic, TypeVar
 
@@ -12,46 +12,51 @@ T = TypeVar("T")
 
 
 class Prefetch(Generic[T]):
-    """An iterator that runs another one in a background thread, up to `ahead` items in front of the consumer.
+    """An endless iterator over `read(first)`, `read(first + step)`, ...; threads run ahead of the consumer.
 
-    What the source raises is raised where its item would have been. `close`, or leaving the `with` block,
-    ends the thread. With `ahead` 0 there is no thread.
+    What comes is in order, and the same for any number of threads. What `read` raises is raised where its item would
+    have been, and ends the iterator. `close`, or leaving the `with` block, ends the threads.
+
+    Args:
+        read: a pure function of a position, which several threads may call at once.
+        first: position of the first item.
+        step: from one to the next.
+        ahead: items that are read or being read while the consumer has one; with 0 there is no thread.
+        workers: threads, at most.
     """
 
-    def __init__(self, source: Iterator[T], ahead: int) -> None:
-        self._source = source
-        self._thread: threading.Thread | None = None
-        self._closed = threading.Event()
-        self._items: queue.Queue[tuple[T | None, BaseException | None]] = queue.Queue(max(ahead, 1))
-        if ahead:
-            self._thread = threading.Thread(target=self._run, name="prefetch", daemon=True)
-            self._thread.start()
+    def __init__(self, read: Callable[[int], T], first: int, step: int, ahead: int, workers: int = 1) -> None:
+        self._read, self._next, self._step, self._ahead = read, first, step, ahead
+        self._coming: deque[Future[T]] = deque()
+        self._closed = False
+        self._pool = ThreadPoolExecutor(min(workers, ahead), thread_name_prefix="prefetch") if ahead else None
+        self._submit()
 
     def __iter__(self) -> Iterator[T]:
         return self
 
     def __next__(self) -> T:
-        if self._closed.is_set():
+        if self._closed:
             raise StopIteration
-        if self._thread is None:
-            return next(self._source)
-        item, error = self._items.get()
-        if error is not None:
+        try:
+            if not self._coming:
+                item = self._read(self._next)
+                self._next += self._step
+                return item
+            item = self._coming[0].result()
+        except BaseException:
             self.close()
-            raise error
-        return item  # type: ignore[return-value]
+            raise
+        self._coming.popleft()
+        self._submit()
+        return item
 
     def close(self) -> None:
-        """End the thread. What was read ahead is dropped; nothing more is handed out."""
-        self._closed.set()
-        if self._thread is None or self._thread is threading.current_thread():
-            return
-        while self._thread.is_alive():
-            try:  # room for an item that the thread may be waiting to put down
-                self._items.get(timeout=0.01)
-            except queue.Empty:
-                continue
-        self._thread.join()
+        """End the threads. What was read ahead is dropped; nothing more is handed out."""
+        self._closed = True
+        if self._pool is not None:
+            self._pool.shutdown(wait=True, cancel_futures=True)
+        self._coming.clear()
 
     def __enter__(self) -> Prefetch[T]:
         return self
@@ -61,13 +66,7 @@ class Prefetch(Generic[T]):
     ) -> None:
         self.close()
 
-    def _run(self) -> None:
-        error: BaseException = StopIteration()
-        try:
-            for item in self._source:
-                self._items.put((item, None))
-                if self._closed.is_set():
-                    return
-        except BaseException as caught:
-            error = caught
-        self._items.put((None, error))
+    def _submit(self) -> None:
+        while self._pool is not None and len(self._coming) < self._ahead:
+            self._coming.append(self._pool.submit(self._read, self._next))
+            self._next += self._step

@@ -13,21 +13,40 @@ from typing import Literal
 from hpctrain.errors import DataError
 
 DocumentOrder = Literal["hash", "path"]
+Kind = Literal["text", "jsonl", "parquet"]
+
+KINDS: tuple[tuple[Kind, tuple[str, ...]], ...] = (("jsonl", (".jsonl", ".ndjson")), ("parquet", (".parquet",)))
+"""What a name says about what is in a file; all others are text, a document each."""
+COMPRESSED = (".gz", ".zst")
+TEXTS = (".txt", ".md", ".text")
+"""Text files of these names are decompressed where their names say that they are compressed."""
+
+
+class SourceError(DataError):
+    """A source that cannot be read, or has something in it that it must not have."""
 
 
 @dataclass(frozen=True)
 class Source:
-    """A file that becomes a document.
+    """A file of text, which becomes a document, or of records, each of which does.
 
     Attributes:
         path: where it is.
         name: the path below the directory it was found in, which does not depend on where that directory is.
-        size: bytes.
+        size: bytes, compressed ones where it is compressed.
+        kind: what is in it.
+        compression: ending of the name that says how it is compressed; empty where it is not.
+        changed: when it was last written, nanoseconds.
+        root: which of the paths it was found under.
     """
 
     path: Path
     name: str
     size: int
+    kind: Kind = "text"
+    compression: str = ""
+    changed: int = 0
+    root: int = 0
 
 
 @dataclass(frozen=True)
@@ -38,11 +57,13 @@ class Listing:
         sources: not one of them is empty.
         empty: files left out because they have no bytes.
         sha256: of all names and sizes in order: equal listings are equal files, short of edits that keep sizes.
+        order: which that is.
     """
 
     sources: tuple[Source, ...]
     empty: int
     sha256: str
+    order: DocumentOrder = "hash"
 
     @property
     def bytes(self) -> int:
@@ -56,6 +77,7 @@ def list_sources(
     order: DocumentOrder = "hash",
     excluded: Sequence[str] = (),
     output: Path | None = None,
+    kind: Kind | None = None,
 ) -> Listing:
     """Find the files below some paths.
 
@@ -67,11 +89,12 @@ def list_sources(
             sample of it; `path` keeps the order of `paths` and of names in them.
         excluded: names of directories that are left out.
         output: the corpus to be written, which is never a source of itself.
+        kind: of all files; None goes by their names.
 
     Raises:
         DataError: a path is not there, cannot be read, or there is no text.
     """
-    found = [s for path in paths for s in _found(path, suffixes, excluded)]
+    found = [s for root, path in enumerate(paths) for s in _found(path, suffixes, excluded, kind, root)]
     if output is not None and output.exists():
         found = [s for s in found if not s.path.samefile(output)]
     taken = [s for s in found if s.size]
@@ -86,20 +109,39 @@ def list_sources(
     digest = hashlib.sha256()
     for source in taken:
         digest.update(os.fsencode(source.name) + b"\0" + str(source.size).encode() + b"\n")
-    return Listing(tuple(taken), len(found) - len(taken), digest.hexdigest())
+    return Listing(tuple(taken), len(found) - len(taken), digest.hexdigest(), order)
 
 
-def _found(path: Path, suffixes: Sequence[str], excluded: Sequence[str]) -> Iterator[Source]:
+def kind_of(name: str) -> tuple[Kind, str]:
+    """What a file of a name has in it, and how it is compressed."""
+    compression = next((c for c in COMPRESSED if name.endswith(c)), "")
+    inner = name.removesuffix(compression)
+    kind: Kind = next((kind for kind, endings in KINDS if inner.endswith(endings)), "text")
+    if kind == "text" and not inner.endswith(TEXTS):
+        compression = ""
+    return kind, compression
+
+
+def _found(
+    path: Path, suffixes: Sequence[str], excluded: Sequence[str], kind: Kind | None, root: int
+) -> Iterator[Source]:
     """The regular files of one path, names ascending in each directory."""
+
+    def source(file: Path, name: str, status: os.stat_result) -> Source:
+        by_name, compression = kind_of(name)
+        if kind is not None:
+            compression = next((c for c in COMPRESSED if name.endswith(c)), "")
+        return Source(file, name, status.st_size, kind or by_name, compression, status.st_mtime_ns, root)
+
     try:
         mode = path.stat()
     except OSError as error:
-        raise _unreadable(error, path) from error
+        raise unreadable(error, path) from error
     if stat.S_ISREG(mode.st_mode):
-        yield Source(path, path.name, mode.st_size)
+        yield source(path, path.name, mode)
         return
     if not stat.S_ISDIR(mode.st_mode):
-        raise DataError(f"Source {path} is neither a file nor a directory; name one of these.")
+        raise SourceError(f"Source {path} is neither a file nor a directory; name one of these.")
     for folder, folders, files in os.walk(path, onerror=_raise):
         folders[:] = sorted(f for f in folders if not f.startswith(".") and f not in excluded)
         for name in sorted(f for f in files if not f.startswith(".") and f.endswith(tuple(suffixes) or "")):
@@ -109,14 +151,17 @@ def _found(path: Path, suffixes: Sequence[str], excluded: Sequence[str]) -> Iter
             except FileNotFoundError:
                 continue  # a dangling link
             except OSError as error:
-                raise _unreadable(error, file) from error
+                raise unreadable(error, file) from error
             if stat.S_ISREG(status.st_mode):
-                yield Source(file, file.relative_to(path).as_posix(), status.st_size)
+                yield source(file, file.relative_to(path).as_posix(), status)
 
 
 def _raise(error: OSError) -> None:
-    raise _unreadable(error, Path(error.filename)) from error
+    raise unreadable(error, Path(error.filename)) from error
 
 
-def _unreadable(error: OSError, path: Path) -> DataError:
-    return DataError(f"Source {path} cannot be read: {error.strerror}; check the path and its rights, or leave it out.")
+def unreadable(error: OSError, path: Path) -> SourceError:
+    """The sentence about a source that cannot be read."""
+    return SourceError(
+        f"Source {path} cannot be read: {error.strerror or error}; check the path and its rights, or leave it out."
+    )

@@ -36,7 +36,8 @@ def test_tiny_documents_by_hand(corpus_of):
     assert batch.documents[:2].tolist() == [[0, 0, 0, 1], [0, 1, 1, 2]]
     assert batch.samples.tolist() == [0, 1, 2]
     assert batch.labels[2].tolist() == [X] * 4  # past the end
-    assert all(t.dtype == torch.int64 for t in (batch.tokens, batch.labels, batch.documents, batch.samples))
+    assert all(t.dtype == torch.int64 for t in (batch.tokens, batch.labels, batch.samples))
+    assert batch.documents.dtype == torch.int32
     assert all(t.is_contiguous() for t in (batch.tokens, batch.labels, batch.documents))
     assert (g, h) == (103, 104)
 
@@ -147,6 +148,7 @@ def test_unshuffled_is_read_once_and_in_order(split):
     got = list(itertools.islice(batches.stream(0), -(-n // 8) + 1))
     assert torch.cat([b.tokens for b in got])[:n].tolist() == split.windows(7)[:, :-1].tolist()
     assert sum(b.valid_tokens for b in got) == 7 * n
+    assert (torch.cat([b.tokens for b in got]) >= 0).all()  # labels that do not count leave them alone
 
 
 def test_too_small(corpus_of):
@@ -156,7 +158,7 @@ def test_too_small(corpus_of):
 
 def test_forms_a_prefetched_stream(split):
     batches = Batches(split, 7, seed=3, global_batch=8)
-    with Prefetch(batches.stream(0), 2) as ahead:
+    with Prefetch(batches.batch, 0, 8, 2) as ahead:
         for sample in range(0, 80, 8):
             assert torch.equal(next(ahead).tokens, Batches(split, 7, seed=3, global_batch=8).batch(sample).tokens)
 
@@ -184,5 +186,5 @@ def test_a_token_that_the_vocabulary_does_not_have_is_refused(tmp_path):
     with path.open("r+b") as file:
         file.seek(place + 4)
         file.write(b"\xff\xff")
-    with pytest.raises(DataError, match="token id 65535, its vocabulary ends at 256; see `hpctrain data info"):
+    with pytest.raises(DataError, match="token id 65535, its vocabulary ends at 256; see `hpctrain data check"):
         Batches(corpus.split(0.0)[0], 16, seed=None, global_batch=4).batch(0)

@@ -4,18 +4,22 @@ import hashlib
 import json
 import math
 import os
+import resource
+import signal
 import subprocess
 import sys
+import time
 from collections import Counter
-from pathlib import Path
 
 import h5py
 import numpy as np
 import pytest
 
 from hpctrain.data import build as module
-from hpctrain.data.build import build, entropy
+from hpctrain.data import format, lay, parts, records, seal, tokenizer, workplace
+from hpctrain.data.build import build, folder_of
 from hpctrain.data.corpus import Corpus
+from hpctrain.data.seal import entropy
 from hpctrain.data.sources import list_sources
 from hpctrain.errors import DataError
 
@@ -59,7 +63,7 @@ def test_content_is_that_made_by_hand(texts, tmp_path):
     assert sum(told) == 22
     assert provenance == header.provenance
     assert provenance["sources"] == [str(texts)] and provenance["files"] == 3 and provenance["empty_files"] == 1
-    assert provenance["order"] == "path" and provenance["created_at"].startswith("20")
+    assert provenance["order"] == "path" and provenance["shares"] == {"0": 25}
     assert left(output.parent) == ["corpus.h5"]
 
 
@@ -74,7 +78,15 @@ def test_map_equals_what_h5py_reads(corpus_of):
 @pytest.mark.parametrize("block", [1, 3, 7, 10**6])
 def test_blocks_do_not_show(texts, tmp_path, monkeypatch, block):
     want = run(texts, tmp_path / "want.h5").sha256
-    monkeypatch.setattr(module, "BLOCK", block)
+    for owner, name in (
+        (parts, "BATCH_BYTES"),
+        (parts, "BLOCK"),
+        (seal, "BLOCK"),
+        (lay, "BLOCK"),
+        (tokenizer, "PIECE"),
+    ):
+        monkeypatch.setattr(owner, name, block)
+    monkeypatch.setattr(records, "PIECE", block)
     assert run(texts, tmp_path / "got.h5").sha256 == want
 
 
@@ -128,26 +140,66 @@ def fails(texts, tmp_path, match=None, kind=DataError):
 
 def test_disk_too_small_is_told_before_anything_is_written(texts, tmp_path, monkeypatch):
     usage = type("Usage", (), {"free": 1000})
-    monkeypatch.setattr(module.shutil, "disk_usage", lambda path: usage)
-    monkeypatch.setattr(module.format, "create", None)
-    fails(texts, tmp_path, r"needs 1,048,\d{3} bytes, its filesystem has 1,000 free")
+    monkeypatch.setattr(format.shutil, "disk_usage", lambda path: usage)
+    monkeypatch.setattr(module, "_make", None)
+    fails(texts, tmp_path, r"does not fit \(No space left on device\)")
 
 
-@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no device that is always full")
-def test_disk_that_fills_up(texts, tmp_path, monkeypatch):
-    def full(partial):
-        return Path("/dev/full").open("r+b")
-
-    monkeypatch.setattr(module, "_raw", full)
-    fails(texts, tmp_path, r"needs 1,048,\d{3} bytes and does not fit \(No space left on device\)")
+@pytest.mark.parametrize("room", [0, 10, 30, 2000, 1 << 20])
+def test_disk_that_fills_up(texts, tmp_path, room):
+    """Files are limited to so many bytes, as on a disk that is full there; whatever is being written then."""
+    (texts / "large.txt").write_bytes(bytes(10**6))
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    listing = list_sources([texts])
+    resource.setrlimit(resource.RLIMIT_FSIZE, (room, before[1]))
+    try:
+        with pytest.raises(DataError, match=r"corpus\.h5 does not fit \(File too large.*; make room"):
+            build(tmp_path / "out" / "corpus.h5", listing, [texts])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert list((tmp_path / "out").iterdir()) == []
 
 
 def test_disk_that_fails(texts, tmp_path, monkeypatch):
-    def broken(path):
-        raise OSError(5, "Input/output error")
+    """Where the corpus is flushed; the parts before it are."""
+    synced = []
 
-    monkeypatch.setattr(module, "_flush", broken)
+    def broken(path):
+        synced.append(path.name)
+        if path.name == "corpus":
+            raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr("hpctrain.files.sync", broken)
     fails(texts, tmp_path, "cannot be written: Input/output error")
+    assert synced[-1] == "corpus"
+
+
+def test_what_is_called_done_is_on_the_disk(texts, tmp_path, monkeypatch):
+    """Parts before they have their name, the corpus before it has its, and then that name."""
+    order, real = [], os.fsync
+    replaced = type(tmp_path).replace
+
+    def sync(handle):
+        order.append(os.readlink(f"/proc/self/fd/{handle}").rpartition("/")[2])
+        return real(handle)
+
+    def replace(self, target):
+        order.append(f"{self.name} becomes {target.name}")
+        return replaced(self, target)
+
+    monkeypatch.setattr(os, "fsync", sync)
+    monkeypatch.setattr(type(tmp_path), "replace", replace)
+    (tmp_path / "out").mkdir()
+    run(texts, tmp_path / "out" / "corpus.h5", unit=5)
+    written = [line.split()[0] for line in order if " becomes " in line and line.endswith(".part")]
+    assert len(written) == 3
+    for partial in written:
+        at = order.index(next(line for line in order if line.startswith(f"{partial} becomes")))
+        assert order[at - 1] == partial
+    note = f".published.{os.getpid()}.part"
+    assert order[-6:] == [
+        note, f"{note} becomes published", ".corpus.h5.parts", "corpus", "corpus becomes corpus.h5", "out"
+    ]  # fmt: skip
 
 
 def test_interrupt(texts, tmp_path, monkeypatch):
@@ -158,16 +210,17 @@ def test_interrupt(texts, tmp_path, monkeypatch):
     fails(texts, tmp_path, kind=KeyboardInterrupt)
 
 
-def test_what_does_not_verify_is_not_kept(texts, tmp_path, monkeypatch):
-    real = module.format.complete
+def test_what_does_not_arrive_on_the_disk_is_not_kept(texts, tmp_path, monkeypatch):
+    real = module.seal
 
-    def lossy(path, header):
-        real(path, header)
-        with h5py.File(path, "r+") as file:
-            file["tokens"][3] = 0
+    def lossy(path, places, *args):
+        with path.open("r+b") as file:
+            file.seek(places.tokens + 3)
+            file.write(b"?")
+        return real(path, places, *args)
 
-    monkeypatch.setattr(module.format, "complete", lossy)
-    fails(texts, tmp_path, "is damaged.*checksum")
+    monkeypatch.setattr(module, "seal", lossy)
+    fails(texts, tmp_path, "is damaged: what is on disk.*another checksum")
 
 
 @pytest.mark.parametrize(
@@ -189,17 +242,24 @@ def test_source_that_vanishes(texts, tmp_path):
     assert left(tmp_path) == []
 
 
-def test_what_a_killed_build_left_is_removed_and_a_running_one_is_not(texts, tmp_path):
-    output = tmp_path / "corpus[1].h5"
-    killed = subprocess.run([sys.executable, "-c", "import os; print(os.getpid())"], capture_output=True, text=True)
-    prefix = module._prefix(output)
-    (tmp_path / f"{prefix}{killed.stdout.strip()}.aa.partial").touch()
-    running = tmp_path / f"{prefix}{os.getppid()}.bb.partial"
-    running.touch()
-    other = tmp_path / f".corpus[1].h5.elsewhere.{killed.stdout.strip()}.cc.partial"
-    other.touch()
-    run(texts, output)
-    assert left(tmp_path) == sorted([output.name, running.name, other.name])
+def test_two_builds_of_one_file_are_refused(texts, tmp_path, monkeypatch):
+    """Whoever is killed holds no lock any more."""
+    monkeypatch.setattr(workplace, "WAIT_S", 0.1)
+    output = tmp_path / "corpus.h5"
+    pid = os.fork()
+    if not pid:
+        workplace._begin(output, folder_of(output), False, "")
+        (folder_of(output) / "x.partial").touch()
+        time.sleep(60)
+        os._exit(1)
+    while not (folder_of(output) / "x.partial").exists():
+        time.sleep(0.001)
+    with pytest.raises(DataError, match="is being built by another process"):
+        run(texts, output)
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+    assert run(texts, output).documents == 3 and left(tmp_path) == [output.name]
+    assert not folder_of(output).exists()
 
 
 def test_building_and_reading_needs_no_torch():

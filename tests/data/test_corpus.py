@@ -26,10 +26,10 @@ def test_nothing_of_hdf5_stays_open(corpus):
 
 
 def test_a_corpus_that_cannot_be_mapped(corpus, monkeypatch):
-    def refuse(*args):
+    def refuse(*args, **how):
         raise OSError(19, "No such device")
 
-    monkeypatch.setattr("hpctrain.data.corpus.np.memmap", refuse)
+    monkeypatch.setattr("hpctrain.data.mapped.mmap.mmap", refuse)
     with pytest.raises(DataError, match=r"cannot be memory-mapped.*No such device"):
         Corpus.open(corpus.path)
 

@@ -96,7 +96,7 @@ def test_a_damaged_byte_is_refused_or_does_not_matter(good, at, flip):
 
 def test_unfinished(tmp_path):
     path = tmp_path / "x.h5"
-    format.create(path, np.array([0, 5, 9]), 257)
+    format.create(path, 9, 2, 257)
     refused(path, "is unfinished.*delete it")
 
 
@@ -188,8 +188,10 @@ def test_no_right_to_read(good, monkeypatch):
 def test_large_vocabularies_take_four_bytes(tmp_path):
     assert [format.token_dtype(v).str for v in (257, 65536, 65537)] == ["<u2", "<u2", "<u4"]
     path = tmp_path / "x.h5"
-    places = format.create(path, np.array([0, 3]), 65537)
+    places = format.create(path, 3, 1, 65537)
     with path.open("r+b") as raw:
+        raw.seek(places.documents)
+        raw.write(np.array([0, 3], "<i8").tobytes())
         raw.seek(places.tokens)
         raw.write(np.array([1, 65536, 2], "<u4").tobytes())
     format.complete(path, format.Header("t", "0", 65537, 0, 3, 1, "0", 0.0, {}))

@@ -16,7 +16,7 @@ from typing import Any, Generic, TypeVar, cast
 from hpctrain.checkpoint import catalog, commit
 from hpctrain.checkpoint.manifest import FOLDER, MANIFEST
 from hpctrain.checkpoint.read import CheckpointReader
-from hpctrain.checkpoint.verify import Damage, Share, Verdict, verify
+from hpctrain.checkpoint.verify import Damage, Share, Verdict, identity_of, verify
 from hpctrain.checkpoint.write import snapshot, write
 from hpctrain.errors import CheckpointError
 from hpctrain.parallel.comm import Axis, broadcast_object, gather_objects
@@ -59,6 +59,11 @@ class Found:
     reader: CheckpointReader
     extra: dict[str, Any]
     refused: tuple[Verdict, ...] = ()
+
+    @property
+    def identity(self) -> int:
+        """As of `Verdict`."""
+        return identity_of(self.reader.manifest)
 
 
 def save(

@@ -13,6 +13,7 @@ import json
 import logging
 import os
 import socket
+import struct
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,6 +23,9 @@ from hpctrain.errors import LaunchError
 log = logging.getLogger(__name__)
 
 FILE = "lock"
+
+_FLOCK = "hhqqi0q"
+"""`struct flock` of Linux on 64 bits: type, whence, start, length, process; fcntl(2)."""
 
 _HELD = (errno.EAGAIN, errno.EACCES)
 _NO_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK, errno.EINVAL)
@@ -66,15 +70,41 @@ def hold(folder: Path) -> Iterator[None]:
         os.close(fd)
 
 
+def refuse_held(folder: Path) -> None:
+    """Look whether another process holds a run folder, without holding it, making it or changing it.
+
+    Not to be called by the process that holds it: closing the file would free the lock.
+
+    Raises:
+        RunFolderInUse: another process does.
+    """
+    try:
+        fd = os.open(folder / FILE, os.O_RDWR | os.O_CLOEXEC)
+    except OSError:
+        return  # no lock, or one that `hold` has something to say about
+    try:
+        asked = struct.pack(_FLOCK, fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
+        kind, *_ = struct.unpack(_FLOCK, fcntl.fcntl(fd, fcntl.F_GETLK, asked))
+        if kind != fcntl.F_UNLCK:
+            raise _in_use(fd, folder)
+    except OSError:
+        return  # a filesystem without locks
+    finally:
+        os.close(fd)
+
+
+def _in_use(fd: int, folder: Path) -> RunFolderInUse:
+    return RunFolderInUse(
+        f"Run folder {folder} is in use by {_holder(fd)}: wait for it or end it, or choose another name=... ."
+    )
+
+
 def _lock(fd: int, path: Path) -> bool:
     try:
         fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
         if error.errno in _HELD:
-            raise RunFolderInUse(
-                f"Run folder {path.parent} is in use by {_holder(fd)}: wait for it or end it, or choose another "
-                f"name=... ."
-            ) from None
+            raise _in_use(fd, path.parent) from None
         if error.errno not in _NO_LOCKS:
             raise LaunchError(f"{path} cannot be locked ({error.strerror}).") from error
         log.warning("%s cannot be locked (%s): see to it yourself that one run at a time is in %s", path,

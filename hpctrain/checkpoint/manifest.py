@@ -173,7 +173,7 @@ def load_manifest(folder: Path) -> Manifest:
         raise CheckpointError(f"{MANIFEST} is missing") from error
     except OSError as error:
         raise CheckpointError(f"{MANIFEST} cannot be read ({error.strerror})") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{MANIFEST} is damaged (not JSON)") from error
     if not isinstance(text, dict) or text.get("format") != FORMAT:
         raise CheckpointError(f"{MANIFEST} is not of an hpctrain checkpoint")
@@ -191,9 +191,17 @@ def _manifest(body: Mapping[str, Any]) -> Manifest:
     try:
         named = {f.name: body[f.name] for f in fields(Manifest)}
         records = tuple(FileRecord(f["name"], int(f["bytes"]), f.get("checksum", "")) for f in named.pop("files"))
-        return Manifest(**named, files=records)
-    except (KeyError, TypeError, ValueError) as error:
+        manifest = Manifest(**named, files=records)
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
         raise CheckpointError(f"{MANIFEST} lacks {error}") from error
+    for name, kind in (("step", int), ("serial", int), ("created", str), ("scalars", dict), ("extra", dict)):
+        if not isinstance(value := getattr(manifest, name), kind) or isinstance(value, bool):
+            raise CheckpointError(f"{MANIFEST} has {name}={value!r:.60}, which must be {kind.__name__}")
+    if not all(isinstance(r.name, str) and isinstance(r.checksum, str) and "/" not in r.name for r in records):
+        raise CheckpointError(f"{MANIFEST} has files without a plain name or checksum")
+    if not all(isinstance(v, (int, float)) for v in manifest.scalars.values()):
+        raise CheckpointError(f"{MANIFEST} has scalars that are no numbers")
+    return manifest
 
 
 def _checksum_of(body: Any) -> str:

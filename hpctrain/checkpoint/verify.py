@@ -86,25 +86,26 @@ def verify(path: Path, share: Share = ALL, progress: Callable[[int], None] | Non
     except CheckpointError as error:
         return Verdict(path, (Damage(MANIFEST, str(error).removeprefix(f"{MANIFEST} ")),))
     if not manifest.files:
-        return Verdict(path, (Damage(MANIFEST, "lists no files"),), 0, _identity(manifest))
+        return Verdict(path, (Damage(MANIFEST, "lists no files"),), 0, identity_of(manifest))
     owners = balance([record.bytes for record in manifest.files], share.size)
     mine = [record for record, owner in zip(manifest.files, owners) if owner == share.index]
     found = [_look(path, record, progress or (lambda n: None)) for record in mine]
     damage = sorted(d for d in found if d is not None)
     if share.index == 0 and not damage:
         damage = _pieces(path, manifest.files)
-    return Verdict(path, tuple(damage), manifest.bytes, _identity(manifest))
+    return Verdict(path, tuple(damage), manifest.bytes, identity_of(manifest))
 
 
 def still_is(verdict: Verdict) -> bool:
     """Whether the folder holds what was judged: another checkpoint may have got its name since."""
     try:
-        return verdict.identity == _identity(load_manifest(verdict.path))
+        return verdict.identity == identity_of(load_manifest(verdict.path))
     except CheckpointError:
         return verdict.identity == 0 and verdict.path.is_dir()
 
 
-def _identity(manifest: Manifest) -> int:
+def identity_of(manifest: Manifest) -> int:
+    """A number that another checkpoint does not have, wherever this one is moved to."""
     return checksum(dump_manifest(manifest))
 
 

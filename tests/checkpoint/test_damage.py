@@ -204,6 +204,25 @@ def test_manifest_over_an_incomplete_state(tmp_path: Path) -> None:
     assert re.search(f"not of a whole state .{gone['kind']} of {gone['name']}: its pieces hold", str(verify(step)))
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"step": "100"}, {"step": None}, {"serial": True}, {"created": 5}, {"scalars": []}, {"scalars": {"a": "x"}},
+        {"extra": []}, {"files": {"a": 1}}, {"files": [[1]]}, {"files": ["name"]}, {"files": None},
+        {"files": [{"name": 5, "bytes": 1}]}, {"files": [{"name": "../x", "bytes": 1}]},
+        {"files": [{"name": "x", "bytes": float("inf")}]}, {"files": [{"name": "x", "bytes": 1, "checksum": 4}]},
+    ],
+)  # fmt: skip
+def test_manifest_with_odd_content(tmp_path: Path, change: dict) -> None:
+    """Signed by whoever wrote it, so no checksum tells: it is told what is odd, and never followed by a traceback."""
+    step = save(tmp_path, 100, FakeState(), {}, alone()).path
+    edit_manifest(step, lambda body: body.update(change))
+    verdict = verify(step)
+    assert not verdict.valid and [damage.file for damage in verdict.damage] == [MANIFEST], verdict
+    with pytest.raises(CheckpointError, match=re.escape(MANIFEST)):
+        load_manifest(step)
+
+
 def test_index_that_is_none(tmp_path: Path) -> None:
     """Intact, as the checksum says, but not what its name says."""
     step = save(tmp_path, 100, FakeState(), {}, alone()).path

@@ -17,7 +17,7 @@ import pytest
 from hpctrain.checkpoint import collective, files
 from hpctrain.checkpoint.collective import find, save
 from hpctrain.checkpoint.verify import verify
-from hpctrain.launch.zygote import RankFailure
+from hpctrain.launch.local.zygote import RankFailure
 from hpctrain.parallel.comm import Axis
 from hpctrain.telemetry.meter import Meter
 from tests.checkpoint.state import FakeState, alone, world_axis

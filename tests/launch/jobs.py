@@ -9,9 +9,9 @@ from pathlib import Path
 from types import SimpleNamespace
 
 from hpctrain.errors import ConfigError
-from hpctrain.launch.identity import detect
-from hpctrain.launch.rendezvous import _mpi_broadcast
-from hpctrain.launch.stop import StopRequest
+from hpctrain.launch.life.identity import detect
+from hpctrain.launch.life.stop import StopRequest
+from hpctrain.launch.meet.rendezvous import _mpi_broadcast
 
 
 def who(extra):
@@ -54,6 +54,7 @@ def report(folder):
 
     me = detect(os.environ)
     names = ("CUDA_VISIBLE_DEVICES", "SLURM_CPUS_PER_TASK", "SLURM_JOB_ID", "SLURM_NODEID", "PMIX_RANK", "PMI_RANK")
+    names += ("SLURMD_NODENAME",)
     found = {name: os.environ.get(name) for name in names}
     found |= {"rank": me.rank, "world": me.world, "local_rank": me.local_rank, "local_world": me.local_world}
     found |= {"life": int(os.environ.get("SLURM_RESTART_COUNT", 0)), "code": hpctrain.__file__, "cwd": os.getcwd()}
@@ -138,3 +139,23 @@ def train_warned(settings):
 
     os.kill(os.getpid(), signal.SIGUSR2)
     return rank_main(settings, False)
+
+
+def take_place(folder, spoil=False):
+    """Joins the process group as a training does, and leaves what it is bound to; rank 1 may spoil it first."""
+    from hpctrain.launch.place import machine
+    from hpctrain.launch.rank import bootstrap
+
+    me, choose = detect(os.environ), bootstrap.choose
+
+    def choose_and_spoil(*args):
+        if spoil and me.rank == 1:
+            os.environ["GLOO_SOCKET_IFNAME"] = "rail0"
+            machine.set_affinity(machine.allowed_cpus()[:1])
+        return choose(*args)
+
+    bootstrap.choose = choose_and_spoil
+    with bootstrap.process_group(me, Path(folder).parent, "cpu", 60.0) as world:
+        out = Path(folder, f"{me.rank}.{os.environ['GLOO_SOCKET_IFNAME']}")
+        out.parent.mkdir(exist_ok=True)
+        out.write_text(world.proof)

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from hpctrain.lab import Cluster, LabSpec, cluster
-from hpctrain.launch.jobs import accounts
-from hpctrain.launch.slurm import submit as send
+from hpctrain.launch.slurm.jobs import accounts
+from hpctrain.launch.submit.send import submit as send
 from tests.launch import jobs
 from tests.launch.submission import request
 from tests.launch.training import TINY, build_corpus, ended, log_of

@@ -12,8 +12,8 @@ import pytest
 
 from hpctrain.cli import main
 from hpctrain.lab import Cluster, kill_node, start_node
-from hpctrain.launch.jobs import states, wait
-from hpctrain.launch.postmortem import LIFE, reasons
+from hpctrain.launch.slurm.jobs import states, wait
+from hpctrain.launch.submit.postmortem import LIFE, reasons
 from tests.launch.training import FOUR, build_corpus, losses, records, submit
 from tests.user import until
 

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from hpctrain.lab import Cluster
-from hpctrain.launch.jobs import Job, cancel, states
-from hpctrain.launch.postmortem import LIFE, reasons
-from hpctrain.launch.slurm import Request
+from hpctrain.launch.slurm.jobs import Job, cancel, states
+from hpctrain.launch.submit.postmortem import LIFE, reasons
+from hpctrain.launch.submit.send import Request
 from tests.launch import jobs
 from tests.launch.submission import request, run_config
 from tests.launch.test_submit_lab import done, reports, send

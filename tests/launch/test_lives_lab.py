@@ -9,11 +9,11 @@ import pytest
 
 from hpctrain.config.load import load
 from hpctrain.lab import Cluster, kill_node, start_node
-from hpctrain.launch import succession
-from hpctrain.launch.jobs import states
-from hpctrain.launch.lives import MAX_WITHOUT_PROGRESS, lives
-from hpctrain.launch.postmortem import reasons
-from hpctrain.launch.slurm import submit as send
+from hpctrain.launch.life import succession
+from hpctrain.launch.life.lives import MAX_WITHOUT_PROGRESS, lives
+from hpctrain.launch.slurm.jobs import states
+from hpctrain.launch.submit.postmortem import reasons
+from hpctrain.launch.submit.send import submit as send
 from tests.launch import jobs
 from tests.launch.submission import request
 from tests.launch.training import TINY, build_corpus, ended, events, frozen, log_of, losses, ranks_on, records, submit

@@ -17,10 +17,11 @@ import pytest
 from hpctrain.errors import LaunchError
 from hpctrain.lab import Cluster, LabSpec, cluster
 from hpctrain.lab import config as lab_config
-from hpctrain.launch.jobs import Job, accounts, cancel, locate, refuse_second, requeue, states, wait
-from hpctrain.launch.plan import rank_plan
-from hpctrain.launch.postmortem import LIFE
-from hpctrain.launch.slurm import Request, submit
+from hpctrain.launch.place.jobplan import PLAN
+from hpctrain.launch.place.plan import rank_plan
+from hpctrain.launch.slurm.jobs import Job, accounts, cancel, locate, refuse_second, requeue, states, wait
+from hpctrain.launch.submit.postmortem import LIFE
+from hpctrain.launch.submit.send import Request, submit
 from tests.launch import jobs
 from tests.launch.submission import request, run_config
 from tests.user import ROOT, until
@@ -56,12 +57,12 @@ def test_ranks_find_what_the_plan_says(tmp_path: Path) -> None:
     assert {r["SLURM_CPUS_PER_TASK"] for r in found} == {"2"}
     assert {str(r["code"]) for r in found} == {str(job.code / "hpctrain" / "__init__.py")}
     assert {r["cwd"] for r in found} == {str(tmp_path / "run")}
-    ours = "hpctrain.launch.task"
+    ours = "hpctrain.launch.rank.task"
     assert {tuple(r["handlers"]) for r in found} == {(ours, "SIG_DFL", ours)}, "none is submitit's"
     assert Job.read(tmp_path / "run") == job
     assert {path.name for path in (job.logs / job.ids[0]).iterdir()} == {f"rank-{rank}.log" for rank in range(4)}
     (folder,) = (tmp_path / "run" / "jobs").iterdir()
-    assert [path.name for path in folder.iterdir()] == list(job.ids), "no temporary file is left"
+    assert {path.name for path in folder.iterdir()} == {*job.ids, PLAN}, "no temporary file is left"
     pickled = folder / job.ids[0] / f"{job.ids[0]}_submitted.pkl"
     assert pickle.loads(pickled.read_bytes()).args == (jobs.report, (str(out),))
     assert locate(job.ids[0], tmp_path) == (tmp_path / "run", job)

@@ -18,8 +18,8 @@ import pytest
 from hpctrain.cli import main
 from hpctrain.config.load import load
 from hpctrain.lab import Cluster, kill_node, start_node
-from hpctrain.launch.jobs import states
-from hpctrain.launch.slurm import submit as send
+from hpctrain.launch.slurm.jobs import states
+from hpctrain.launch.submit.send import submit as send
 from tests.launch import jobs
 from tests.launch.submission import request
 from tests.launch.training import (
@@ -255,5 +255,5 @@ def test_fewer_nodes_go_on_where_more_were_cancelled(
     assert [found[step] for step in range(1, STEPS + 1)] == pytest.approx(list(expected.values()), rel=1e-4)
     samples = {r["step"]: r["consumed_samples"] for r in records(run) if r["kind"] == "train"}
     assert samples == {step: 4 * step for step in range(1, STEPS + 1)}
-    layouts = [r["message"].split(" on ")[0] for r in records(run) if r.get("event") == "start"]
+    layouts = [r["message"].split(", engine")[0] for r in records(run) if r.get("event") == "start"]
     assert layouts == ["2 ranks, dp=2", "1 rank"]

@@ -15,7 +15,7 @@ from hpctrain.data.build import build
 from hpctrain.data.sources import list_sources
 from hpctrain.lab import LabSpec, machines
 from hpctrain.lab.processes import Process
-from hpctrain.launch.jobs import locate, wait
+from hpctrain.launch.slurm.jobs import locate, wait
 from hpctrain.telemetry.metrics import read_records
 
 STEPS = 100

@@ -1,0 +1,1 @@
+"""The step before training that finds slow and broken nodes."""

@@ -1,0 +1,1 @@
+"""Which rank goes where, and how it takes its place."""

@@ -1,0 +1,1 @@
+"""What a rank really has, held against the rank table before training."""

@@ -1,0 +1,200 @@
+"""What a cluster is made of, as its vendors say: peaks, memories, links, switches. One YAML file a kind of cluster.
+
+Every number carries its source. What software reaches of these numbers is not here but in `constants.py`, and what
+was measured on a cluster, in a `Profile`, goes before both.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from importlib.resources import files
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+from pydantic import Field
+
+from hpctrain.config.keys import nearest
+from hpctrain.config.schema import Count, Section
+from hpctrain.errors import ConfigError
+from hpctrain.plan.constants import constants
+from hpctrain.plan.files import section
+
+if TYPE_CHECKING:
+    from importlib.abc import Traversable
+
+Dtype = Literal["fp8", "bf16", "fp16", "float32", "float64"]
+Number = Annotated[float, Field(ge=0.0)]
+
+
+class Fact(Section):
+    """A number and who says so."""
+
+    value: Number
+    source: str = Field(min_length=3)
+
+
+class Gpu(Section):
+    """One device.
+
+    Attributes:
+        sms: units that each compute a tile of a matrix product at a time.
+        peak: dense FLOP/s of matrix products by dtype.
+        memory: bytes.
+        memory_bandwidth: bytes/s.
+        fp8_copies: of an operand that products in fp8 need: 2 where they want it transposed besides.
+    """
+
+    name: str
+    sms: Fact
+    peak: dict[Dtype, Fact]
+    memory: Fact
+    memory_bandwidth: Fact
+    fp8_copies: Fact = Fact(value=2, source="TransformerEngine, common/gemm/cublaslt_gemm.cu: Hopper, TN alone")
+
+
+class Domain(Section):
+    """Devices that reach each other by the fast link, NVLink or what is like it.
+
+    Attributes:
+        link: names what software reaches of it, in `constants.yaml`.
+        devices: of a domain; a multiple of a host's on racks.
+        bandwidth: bytes/s of a device, each way.
+    """
+
+    link: str
+    devices: Count
+    bandwidth: Fact
+
+
+class Host(Section):
+    """One machine. Memory in bytes, bandwidths in bytes/s and each way; of PCIe for each device."""
+
+    devices: Count
+    nics: Fact
+    nic_bandwidth: Fact
+    pcie_bandwidth: Fact
+    memory: Fact
+    memory_bandwidth: Fact
+    nvme: Fact
+    nvme_read: Fact
+    nvme_write: Fact
+
+
+class Level(Section):
+    """A level of switches: how many devices it joins, and how much less goes up from it than comes in from below.
+
+    The top level joins all there are.
+    """
+
+    name: str
+    devices: Count
+    oversubscription: Fact
+
+
+class Fabric(Section):
+    """The network between hosts: of kind `fat-tree`, `rails` or `dragonfly`; levels from the leaves up."""
+
+    kind: Literal["fat-tree", "rails", "dragonfly", "single"]
+    network: str
+    levels: tuple[Level, ...] = ()
+
+
+class Failures(Section):
+    """How often a device's share of the cluster fails, and what an interruption costs; hours and seconds."""
+
+    device_mtbf_hours: Fact
+    restart_seconds: Fact
+
+
+class Hardware(Section):
+    """A kind of cluster."""
+
+    name: str
+    about: str
+    aliases: tuple[str, ...] = ()
+    gpu: Gpu
+    domain: Domain
+    host: Host
+    fabric: Fabric
+    failures: Failures
+
+    def peak(self, dtype: Dtype) -> float:
+        """Dense FLOP/s of matrix products.
+
+        Raises:
+            ConfigError: the device has no such units.
+        """
+        fact = self.gpu.peak.get(dtype)
+        if fact is None:
+            known = ", ".join(self.gpu.peak)
+            raise ConfigError("precision", dtype, f"{self.gpu.name} multiplies in {known}", "use one of these")
+        return fact.value
+
+    def part(self, devices: int) -> Hardware:
+        """The same cluster with so many devices of each host in use, and their share of its ports.
+
+        Raises:
+            ConfigError: a host has fewer.
+        """
+        host, domain = self.host, self.domain
+        if devices == host.devices:
+            return self
+        if devices > host.devices:
+            allowed = f"a host of {self.name} has {host.devices} devices"
+            raise ConfigError("cluster.gpus_per_node", devices, allowed, f"use at most {host.devices}")
+        nics = host.nics.model_copy(update={"value": host.nics.value * devices / host.devices})
+        within = max(1, domain.devices * devices // host.devices)
+        return self.model_copy(
+            update={
+                "host": host.model_copy(update={"devices": devices, "nics": nics}),
+                "domain": domain.model_copy(update={"devices": within}),
+            }
+        )
+
+    def oversubscription(self, devices: int) -> float:
+        """What the levels below the one that joins so many devices take from traffic of all with all."""
+        factor = 1.0
+        for level in self.fabric.levels:
+            if devices <= level.devices:
+                break
+            factor *= level.oversubscription.value
+        return factor
+
+
+def names() -> dict[str, Traversable]:
+    """Files of the package by name."""
+    found = [f for f in files("hpctrain.plan").joinpath("hardware").iterdir() if f.name.endswith(".yaml")]
+    return {f.name.removesuffix(".yaml"): f for f in sorted(found, key=lambda f: f.name)}
+
+
+@cache
+def hardware(name: str) -> Hardware:
+    """The cluster of that name, alias, or file.
+
+    Raises:
+        ConfigError: there is none, or its file is not as it should be.
+    """
+    known = names()
+    if name.lower() in known:
+        return _read(known[name.lower()], name)
+    for file in known.values():
+        found = _read(file, file.name)
+        if name.lower() in found.aliases:
+            return found
+    if Path(name).suffix in (".yaml", ".yml"):
+        return _read(Path(name), name)
+    every = {alias for file in known.values() for alias in _read(file, file.name).aliases} | set(known)
+    near = nearest(name.lower(), sorted(every))
+    fix = f"the nearest is {near}" if near else "or give a YAML file like these"
+    raise ConfigError("cluster", name, f"must be one of {', '.join(known)}", fix)
+
+
+def _read(file: Traversable | Path, name: str) -> Hardware:
+    made = section(Hardware, file, "cluster", name, "see docs/planner.md")
+    known = constants().links
+    for path, link in (("domain.link", made.domain.link), ("fabric.network", made.fabric.network)):
+        if link not in known:
+            near = nearest(link, sorted(known))
+            fix = f"the nearest is {near}" if near else "take the one that is most like it"
+            raise ConfigError("cluster", name, f"{path} is {link!r}, and must be one of {', '.join(known)}", fix)
+    return made

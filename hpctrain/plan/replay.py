@@ -1,0 +1,80 @@
+"""One schedule played many times with other times: what depends on the schedule alone is worked out once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+
+from hpctrain.layout.schedule import make_schedule
+
+KINDS = ("forward", "backward_input", "backward_weight", "backward")
+
+Step = tuple[int, int, int, bool, int, bool]
+"""Rank, place of its time, and twice a step that it waits for (-1: none) and whether that is another rank's."""
+
+
+@lru_cache(maxsize=64)
+def program(name: str, stages: int, chunks: int, micro_batches: int) -> tuple[Step, ...]:
+    """All actions of a schedule in an order in which they can be worked out.
+
+    What an action waits for is as in `Schedule.needs`, in numbers instead of names, for speed.
+    """
+    schedule = make_schedule(name, stages, chunks, micro_batches)
+    virtual = schedule.virtual_stages
+    made: dict[int, tuple[int, int]] = {}  # activations by stage and micro-batch, then gradients
+    gradients, last = virtual * micro_batches, virtual - 1
+    waiting: dict[int, int] = {}
+    at = [0] * stages
+    out: list[Step] = []
+    needs: tuple[int, ...]
+    runnable = list(range(stages))
+    while runnable:
+        rank = runnable.pop()
+        order = schedule.ranks[rank]
+        while at[rank] < len(order):
+            kind, stage, batch = (action := order[at[rank]]).kind, action.stage, action.micro_batch
+            own = stage * micro_batches + batch
+            if kind == "forward":
+                needs = (own - micro_batches,) if stage else ()
+            elif kind == "backward_weight":
+                needs = (gradients + own,)
+            else:
+                needs = (own,) if stage == last else (own, gradients + own + micro_batches)
+            missing = next((need for need in needs if need not in made), None)
+            if missing is not None:
+                waiting[missing] = rank
+                break
+            waits = [(made[need][0], made[need][1] != rank) for need in needs] + [(-1, False)] * 2
+            if kind != "backward_weight":
+                made[key := own if kind == "forward" else gradients + own] = (len(out), rank)
+                if (other := waiting.pop(key, None)) is not None:
+                    runnable.append(other)
+            out.append((rank, KINDS.index(kind) * virtual + stage, *waits[0], *waits[1]))
+            at[rank] += 1
+    return tuple(out)
+
+
+def end(
+    name: str,
+    stages: int,
+    chunks: int,
+    micro_batches: int,
+    forward: Sequence[float],
+    inputs: Sequence[float],
+    weights: Sequence[float],
+    latency: float,
+) -> float:
+    """When the last rank is done; the same as `play` says."""
+    times = [*forward, *inputs, *weights, *(i + w for i, w in zip(inputs, weights))]
+    steps = program(name, stages, chunks, micro_batches)
+    done, free = [0.0] * (len(steps) + 1), [0.0] * stages
+    for place, (rank, key, a, far_a, b, far_b) in enumerate(steps):
+        start = free[rank]
+        one = done[a] + latency if far_a else done[a]
+        two = done[b] + latency if far_b else done[b]
+        if one > start:
+            start = one
+        if two > start:
+            start = two
+        free[rank] = done[place] = start + times[key]
+    return max(free)

@@ -1,0 +1,142 @@
+"""Bytes that a rank of very many layouts needs, fast.
+
+The formulas are those of `layout/memory.py` and `layout/activations.py`, each worked out once for all layouts that
+share it. What the search keeps is asked of `layout.memory.estimate` itself.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import numpy as np
+
+from hpctrain.config.schema import ParallelConfig, RunConfig
+from hpctrain.layout.activations import COMPUTE_BYTES, Keeps, activations
+from hpctrain.layout.layout import Layout
+from hpctrain.layout.memory import state
+from hpctrain.layout.schedule import ZERO_BUBBLE
+from hpctrain.layout.schedule_claims import claimed_peak
+from hpctrain.layout.stages import Stage
+from hpctrain.plan.gemm import Array
+from hpctrain.plan.links import Machine
+from hpctrain.plan.screen import KEYS, counts, unique
+from hpctrain.plan.step import numels
+from hpctrain.plan.work import NAMES, OWN, RECOMPUTE, Points, Runtime, Work
+
+
+def changed(config: RunConfig, points: Points, index: int) -> RunConfig:
+    """A configuration with the micro-batch, recomputation and cp method of a point; no rules are checked."""
+    train = config.train.model_copy(
+        update={
+            "micro_batch": int(points.micro_batch[index]),
+            "recompute": RECOMPUTE[int(points.recompute[index])],
+        }
+    )
+    return config.model_copy(update={"train": train, "parallel": ParallelConfig(cp_method=config.parallel.cp_method)})
+
+
+def _of_parts(config: RunConfig, points: Points, keeps: Keeps) -> dict[str, Array]:
+    """Bytes kept, and besides in backward, of a layer, dense or routed, and of the ends."""
+    index, inverse = unique(points, KEYS)
+    rows = []
+    model = config.model
+    plain = next((i for i in range(model.layers) if not model.routed(i)), 0)
+    routed = next((i for i in range(model.layers) if model.routed(i)), 0)
+    for i in index:
+        at, layout = changed(config, points, i), _flat(points, int(i))
+        none = activations(at, layout, Stage(1, 0, 0, range(0), False, False), keeps)
+        one = activations(at, layout, Stage(1, 0, 0, range(plain, plain + 1), False, False), keeps)
+        expert = activations(at, layout, Stage(1, 0, 0, range(routed, routed + 1), False, False), keeps)
+        last = activations(at, layout, Stage(1, 0, 0, range(0), False, True), keeps)
+        more = [max(one.passing, expert.passing), last.passing, max(one.left, expert.left), none.handed]
+        rows.append([one.kept - none.kept, expert.kept - none.kept, none.kept, last.kept, *more])
+    names = ("dense", "routed", "none", "last", "passing", "passing_last", "left", "handed")
+    return dict(zip(names, np.array(rows, dtype=float).T[:, inverse]))
+
+
+def _flat(points: Points, index: int) -> Layout:
+    """The layout of one stage of a point."""
+    axes: dict[str, Any] = {a: int(getattr(points, a)[index]) for a in ("dp", "cp", "tp", "ep", "etp")}
+    return Layout(**axes, sp=bool(points.sp[index]))
+
+
+@cache
+def _alive(schedule: str, pp: int, chunks: int, micro_batches: int, rank: int) -> int:
+    return claimed_peak(schedule, pp, chunks, micro_batches, rank)
+
+
+def weights_besides(machine: Machine, work: Work) -> float:
+    """Bytes of a weight that products in fp8 need beside it in half precision: it is there in fp8 as it is and, where
+    the device's products want that, transposed (TransformerEngine keeps both between micro-batches). Where weights are
+    kept in fp8 alone, less what half precision would take."""
+    if work.dtype != "fp8":
+        return 0.0
+    return machine.hardware.gpu.fp8_copies.value - (2.0 if work.runtime.fp8_parameters else 0.0)
+
+
+def _waiting(config: RunConfig, points: Points) -> Array:
+    """Bytes that a micro-batch leaves for a gradient of the head's weight that waits: the head's input, and the
+    gradient of the logits."""
+    model = config.model
+    tokens = points.micro_batch * config.data.seq / points.cp
+    hidden = model.hidden / np.where(points.sp == 1, points.tp, 1)
+    return tokens * (hidden + model.vocab / points.tp) * COMPUTE_BYTES[config.train.precision]
+
+
+def room(config: RunConfig, points: Points, runtime: Runtime = OWN, besides: float = 0.0) -> tuple[Array, Array]:
+    """Bytes of the fullest rank on its device, and of its state where that is offloaded.
+
+    Args:
+        runtime: whose program it is.
+        besides: bytes of a weight that are not of half precision (`weights_besides`).
+    """
+    model, parts = config.model, _of_parts(config, points, runtime.keeps)
+    compute = COMPUTE_BYTES[config.train.precision]
+    number = config.train.global_batch // (points.dp * points.micro_batch)
+    count = numels(model)
+    device = np.zeros(len(points))
+    away = np.zeros(len(points))
+    vocab = model.vocab * model.hidden
+    index, inverse = unique(points, ("schedule", "pp", "chunks"))
+    for place, which in enumerate(index):
+        some = np.flatnonzero(inverse == place)
+        name, pp, chunks = NAMES[int(points.schedule[which])], int(points.pp[which]), int(points.chunks[which])
+        stages = counts(model, name, pp, chunks, runtime.even_stages)
+        at, part = points.take(some), {key: value[some] for key, value in parts.items()}
+        for rank in sorted({stages[0][0], stages[-1][0]}):
+            mine = [stage for stage in stages if stage[0] == rank]
+            layers, routed = sum(stage[1] for stage in mine), sum(stage[2] for stage in mine)
+            ends = 0 if not any(stage[3] for stage in mine) else count["ends"]
+            if pp > 1 and stages[0][0] != stages[-1][0]:
+                ends = vocab + count["ends"] % vocab  # embedding or head, and no more than the norm and positions
+            dense = ((layers - routed) * count["dense"] + routed * count["routed"] + ends) / at.tp
+            expert = routed * count["experts"] / (at.ep * at.etp)
+            numel = dense + expert
+            edp = at.dp * at.cp * at.tp // (at.ep * at.etp)
+            shard = dense / (at.dp * at.cp) + expert / edp
+            least = part["left"] if name in ZERO_BUBBLE else 0.0  # what weights' gradients wait for
+            one, expert_layer = np.maximum(part["dense"], least), np.maximum(part["routed"], least)
+            kept = [(n - r) * one + r * expert_layer + part["none"] for _, n, r, _ in mine]
+            last = any(stage[3] & 2 for stage in mine)
+            if last:
+                kept[-1] = kept[-1] - part["none"] + part["last"]
+            alive = np.array([_alive(name, pp, chunks, int(m), rank) for m in number[some]], dtype=float)
+            mean = sum(kept) / len(kept)
+            live = alive * mean + np.maximum(part["passing"], part["passing_last"] * last)
+            if last and runtime.defers and pp > 1:
+                live = live + np.minimum(number[some], runtime.defers) * _waiting(config, at)
+            total = besides * numel + live + 2.0 * part["handed"] * (pp > 1)
+            for stage in np.unique(at.stage):
+                rows = at.stage == stage
+                separate = compute < 4 or stage > 0
+                for reshard in (True, False):
+                    chosen = rows & ((at.reshard == 1) == reshard)
+                    cut = (int(stage), compute, separate, reshard, runtime.keeps.gradient)
+                    weights, gradients, optimizer = state(numel, shard, *cut)
+                    goes = optimizer + gradients * (stage == 3)  # below that gradients stay
+                    moved = np.where(at.offload > 0, goes, 0.0)
+                    held = weights + gradients + optimizer - moved + total
+                    device[some[chosen]] = np.maximum(device[some[chosen]], held[chosen])
+                    away[some[chosen]] = np.maximum(away[some[chosen]], moved[chosen])
+    return device, away

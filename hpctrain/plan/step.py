@@ -1,0 +1,231 @@
+"""A whole optimizer step: its time, what that is made of, and what bounds it. Vectorised over layouts.
+
+Two ways to the time of the pipeline share everything else: a formula (`screen`), and playing the runtime's own schedule
+(`played`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+
+import numpy as np
+
+from hpctrain.config.schema import ModelConfig
+from hpctrain.layout.parameters import parameter_specs
+from hpctrain.layout.stages import Stage
+from hpctrain.plan.gemm import Array
+from hpctrain.plan.layer import Cost, first, hidden_part, last, layer
+from hpctrain.plan.links import Machine
+from hpctrain.plan.work import NAMES, Phase, Points, Work
+
+PARTS = ("compute", "tp", "cp", "ep", "pp bubble", "pp sends", "dp", "shard", "optimizer", "offload")
+"""What a step's time is made of, in the order of tables."""
+
+ADAM_BYTES = 34.0
+"""Bytes that AdamW moves for an element: float32 weight, two moments read and written, its gradient read twice (norm,
+update), the half-precision weight written."""
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """What the parts of the model cost a rank for a micro-batch, and how many elements of weights they have."""
+
+    dense: Cost
+    routed: Cost | None
+    first: Cost
+    last: Cost
+    numel_dense: Array
+    numel_routed: Array
+    numel_ends: Array
+    numel_expert: Array
+
+
+@cache
+def numels(model: ModelConfig) -> dict[str, int]:
+    """Elements of a dense layer's parameters, of a routed layer's without its experts, of its experts, and of
+    embedding and head."""
+    out = {"dense": 0, "routed": 0, "experts": 0, "ends": 0}
+    routed = next((i for i in range(model.layers) if model.routed(i)), None)
+    plain = next((i for i in range(model.layers) if not model.routed(i)), None)
+    for spec in parameter_specs(model):
+        if spec.layer is None:
+            out["ends"] += spec.numel
+        elif spec.layer == plain:
+            out["dense"] += spec.numel
+        elif spec.layer == routed:
+            out["experts" if "experts" in spec.cuts else "routed"] += spec.numel
+    return out
+
+
+def blocks(machine: Machine, work: Work, points: Points) -> Blocks:
+    """See `Blocks`."""
+    model, count = work.model, numels(work.model)
+    return Blocks(
+        layer(machine, work, points, False),
+        layer(machine, work, points, True) if model.moe else None,
+        first(machine, work, points),
+        last(machine, work, points),
+        count["dense"] / points.tp,
+        count["routed"] / points.tp,
+        count["ends"] / points.tp,
+        count["experts"] / (points.ep * points.etp),
+    )
+
+
+def zero3(machine: Machine, work: Work, points: Points, numel: Array, cost: Cost) -> tuple[Array, Array]:
+    """What gathering a layer's weights and reducing its gradients adds to a micro-batch, forward and backward.
+
+    Weights are gathered before forward, and again before backward if they were let go, beside the layer before: three
+    times the weights in all (ZeRO, arXiv 1910.02054, section 7).
+    """
+    runtime = work.runtime
+    group = machine.group(points.dp * points.cp, points.tp)
+    if runtime.one_port:
+        group = replace(
+            group, inside=np.minimum(group.inside, machine.hardware.host.devices / machine.hardware.host.nics.value)
+        )
+    gather = machine.collective("all_gather", numel * work.weight_width / group.size, group)
+    reduce = machine.collective("reduce_scatter", numel * runtime.reduce_bytes, group)
+    on, again = (points.stage == 3) & (group.size > 1), 1.0 * (points.reshard == 1)
+    forward = hidden_part(gather, cost.forward.total)
+    backward = hidden_part(gather * again + reduce, cost.backward.total)
+    return np.where(on, forward, 0.0), np.where(on, backward, 0.0)
+
+
+def reduced(machine: Machine, work: Work, points: Points, numel: Array, over: str) -> tuple[Array, Array]:
+    """Seconds of reducing gradients of `numel` elements of a rank, and of gathering weights that ZeRO updated."""
+    if over == "dp":
+        group = machine.group(points.dp * points.cp, points.tp)
+    else:
+        edp = points.dp * points.cp * points.tp // (points.ep * points.etp)
+        group = machine.group(edp, points.ep * points.etp)
+    size, stage = numel * work.runtime.reduce_bytes, points.stage
+    summed = machine.collective("all_reduce", size, group)
+    if work.runtime.scattered:
+        summed = np.where(stage > 0, machine.collective("reduce_scatter", size, group), summed)
+    rounds = np.where((stage == 2) & (not work.runtime.scattered), points.micro_batches(work), 1)
+    gathered = machine.collective("all_gather", numel * work.weight_width / np.maximum(1, group.size), group)
+    sharded = (stage == 1) | (stage == 2)
+    return np.where(stage < 3, summed * rounds, 0.0), np.where(sharded, gathered, 0.0)
+
+
+def optimizer(machine: Machine, work: Work, points: Points, numel: Array, expert: Array) -> tuple[Array, Array]:
+    """Seconds of the update on the device, and of update and traffic where state is kept elsewhere."""
+    edp = points.dp * points.cp * points.tp // (points.ep * points.etp)
+    shard = points.stage > 0
+    mine = numel / np.where(shard, points.dp * points.cp, 1) + expert / np.where(shard, edp, 1)
+    on_device = mine * ADAM_BYTES / machine.device(work.dtype).bandwidth
+    host, devices = machine.hardware.host, machine.hardware.host.devices
+    moved = mine * (4 + work.width) / host.pcie_bandwidth.value
+    on_host = np.maximum(moved, mine * ADAM_BYTES / (host.memory_bandwidth.value / devices))
+    disk = mine * 12 * devices * (1 / host.nvme_read.value + 1 / host.nvme_write.value)
+    away = np.where(points.offload == 2, on_host + disk, on_host)
+    return np.where(points.offload == 0, on_device, 0.0), np.where(points.offload > 0, away, 0.0)
+
+
+def sends(machine: Machine, work: Work, points: Points) -> Array:
+    """Seconds from the end of a stage's work to when the next has it."""
+    size = points.micro_batch * work.seq / points.cp * work.model.hidden * work.width
+    parted = (points.sp == 1) | work.runtime.scatter_sends
+    away = points.dp * points.cp * points.tp >= machine.hardware.domain.devices
+    time = machine.send(size / np.where(parted, points.tp, 1), away)
+    if work.runtime.scatter_sends:
+        group = machine.group(points.tp, np.ones_like(points.tp))
+        time = time + np.where(points.sp == 1, 0.0, machine.collective("all_gather", size / points.tp, group))
+    return np.where(points.pp > 1, time, 0.0)
+
+
+@dataclass(frozen=True)
+class Price:
+    """Seconds of a step, by part.
+
+    Attributes:
+        parts: by `PARTS`; their sum is the time.
+        detail: of compute: matmul, attention, pointwise.
+    """
+
+    parts: Mapping[str, Array]
+    detail: Mapping[str, Array]
+
+    @property
+    def time(self) -> Array:
+        return sum(self.parts.values())
+
+    def bound(self, index: int = 0) -> str:
+        """What a step spends most on, in words."""
+        parts = {name: float(np.atleast_1d(value)[index]) for name, value in {**self.parts, **self.detail}.items()}
+        parts.pop("compute", None)
+        return max(parts, key=lambda name: parts[name])
+
+    def at(self, index: int) -> dict[str, float]:
+        """The parts of one of many."""
+        return {name: float(np.atleast_1d(value)[index]) for name, value in self.parts.items()}
+
+
+def deferred(work: Work, pp: int, number: Array, last: Cost) -> tuple[Cost, Array]:
+    """What the ends of the model cost the last stage for a micro-batch where some gradients of the head's weight wait
+    until the pipeline drains, and the seconds of those that wait."""
+    if not work.runtime.defers or pp == 1:
+        return last, 0.0 * number
+    share = np.minimum(work.runtime.defers / number, 1.0)
+    waiting = last.backward_weight.total * share * number
+    return replace(last, backward_weight=last.backward_weight * (1 - share)), waiting
+
+
+def drained(done: Array, waiting: Array, backward: Sequence[Array], pp: int) -> Array:
+    """When all is done, gradients that wait included: the last rank works on them from its last micro-batch on, while
+    that goes back through the first stages of the ranks before."""
+    drain = sum(backward[: pp - 1])
+    return np.maximum(done, done - drain + waiting)
+
+
+def stage_cost(stage: Stage, cost: Blocks, model: ModelConfig, extra: tuple[Array, Array]) -> Cost:
+    """What a virtual stage costs a rank for a micro-batch, with what ZeRO 3 adds to each layer."""
+    routed = sum(map(model.routed, stage.layers))
+    dense = len(stage.layers) - routed
+    parts = [(cost.dense, dense)] + ([(cost.routed, routed)] if cost.routed else [])
+    parts += [(cost.first, int(stage.first)), (cost.last, int(stage.last))]
+    fore = back = weights = Phase()
+    for of, times in parts:
+        if of is not None and times:
+            fore, back, weights = (
+                fore + of.forward * times,
+                back + of.backward_input * times,
+                weights + of.backward_weight * times,
+            )
+    layers = len(stage.layers)
+    return Cost(
+        fore.with_(shard=fore.shard + extra[0] * layers), back.with_(shard=back.shard + extra[1] * layers), weights
+    )
+
+
+def everything_else(
+    machine: Machine, work: Work, points: Points, cost: Blocks, layers: Array, backward: Array
+) -> dict[str, Array]:
+    """Parts of a step that no micro-batch has: on the rank that has `layers` layers and an end of the model, whose last
+    micro-batch's backward takes `backward` seconds.
+
+    Gradients are whole after the last micro-batch. Of interleaved chunks all but one have had it a group of
+    micro-batches before the end, or more.
+    """
+    chunks = np.where(points.schedule == NAMES.index("interleaved"), points.chunks, 1)
+    backward = backward * (1 + (points.pp - 1) * (chunks - 1) / chunks)
+    share = sum(map(work.model.routed, range(work.model.layers))) / work.model.layers
+    ends = cost.numel_ends / np.where((points.pp == 1) | work.model.tied, 1, 2)  # embedding, or head
+    numel = layers * ((1 - share) * cost.numel_dense + share * cost.numel_routed) + ends
+    expert = layers * share * cost.numel_expert
+    summed, gathered = reduced(machine, work, points, numel, "dp")
+    if work.model.moe:
+        more = reduced(machine, work, points, expert, "edp")
+        summed, gathered = summed + more[0], gathered + more[1]
+    if work.model.tied:  # both ends hold the embedding and sum its gradient
+        pair = machine.group(np.where(points.pp > 1, 2, 1), points.tp * points.cp * points.dp)
+        summed = summed + machine.collective("all_reduce", ends * work.runtime.reduce_bytes, pair)
+    if work.runtime.dp_overlap:
+        summed = hidden_part(summed, backward)
+    if work.runtime.gather_overlap:
+        gathered = hidden_part(gathered, backward / 2)
+    on_device, away = optimizer(machine, work, points, numel, expert)
+    return {"dp": summed + gathered, "optimizer": on_device, "offload": away}

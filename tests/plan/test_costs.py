@@ -1,0 +1,217 @@
+"""Products, collectives and layers: values by hand, and FLOPs held against the one counter."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+
+from hpctrain.config.load import load, recipes
+from hpctrain.layout.layout import Layout
+from hpctrain.plan import attention, layer
+from hpctrain.plan.constants import Constants, Line, Link, Measured, Profile, Training, constants
+from hpctrain.plan.gemm import FEED, FILL, NORM, Device, gemm
+from hpctrain.plan.goodput import goodput, interval
+from hpctrain.plan.hardware import hardware
+from hpctrain.plan.links import Group, Machine
+from hpctrain.plan.played import price
+from hpctrain.plan.work import Points, Runtime, Work
+from hpctrain.telemetry.flops import flops_per_token
+
+DEVICE = Device(rate=100e12, sms=100, bandwidth=1e15, gap=0.0)
+
+
+def test_a_product_takes_whole_waves_of_tiles() -> None:
+    one_wave = gemm(DEVICE, 256 * 10, 128 * 10, 4096)
+    assert one_wave == pytest.approx(256 * 128 * 2 * (4096 + FILL) / 1e12)  # 100 tiles on 100 units
+    assert gemm(DEVICE, 256 * 10, 128 * 10 + 1, 4096) > 1.2 * one_wave  # a wave more, or smaller tiles
+
+
+def test_small_products_take_small_tiles() -> None:
+    time = gemm(DEVICE, 640, 640, 1000)
+    assert time == pytest.approx(64 * 64 * (1 + FEED / 32) / NORM * 2 * (1000 + FILL) / 1e12)  # 100 tiles of 64
+
+
+def test_a_thin_product_is_bound_by_memory() -> None:
+    slow = Device(rate=1e18, sms=100, bandwidth=1e9, gap=2e-6)
+    assert gemm(slow, 1, 1000, 1000) == pytest.approx((1000 * 1000 + 2000) * 2 / 1e9 + 2e-6)
+    assert gemm(slow, 1, 1000, 1000, 3, 1.0, 8.0) == pytest.approx(3 * (1000 * 1000 + 1000 + 8000) / 1e9 + 2e-6)
+
+
+def plain(hop: float = 0.0, fast: float = 1.0, net: float = 1.0) -> Machine:
+    """An H100 cluster whose links do what their data sheets say."""
+    lines = {"nvlink4": fast, "infiniband-ndr": net}
+    links = {k: Link(lines=(Line(latency=0, rate=r),), hop=hop, source="test") for k, r in lines.items()}
+    training = Training(matmul=1, memory=1, collective=1, source="test")
+    return Machine(hardware("dgx-h100"), Constants(matmul={}, links=links, training=training))
+
+
+def seconds(machine: Machine, operation: str, payload: float, group: Group) -> float:
+    return float(machine.collective(operation, payload, group))
+
+
+def test_collectives_in_a_domain_are_rings() -> None:
+    machine, group = plain(), Group(8, 8, 8)
+    assert seconds(machine, "all_reduce", 8e9, group) == pytest.approx(2 * 7 / 8 * 8e9 / 450e9)
+    assert seconds(machine, "all_gather", 1e9, group) == pytest.approx(7e9 / 450e9)
+    assert seconds(machine, "reduce_scatter", 8e9, group) == pytest.approx(7e9 / 450e9)
+    assert seconds(machine, "all_reduce", 8e9, Group(1, 1, 1)) == 0
+
+
+def test_across_domains_a_ring_uses_the_ports_of_its_ranks() -> None:
+    machine = plain()
+    one_a_host, all_of_host = machine.group(16, 8), machine.group(16, 1)
+    assert (float(one_a_host.inside), float(all_of_host.inside)) == (1, 8)
+    assert seconds(machine, "all_gather", 1e9, one_a_host) == pytest.approx(15e9 / 50e9)
+    assert seconds(machine, "all_gather", 1e9, all_of_host) == pytest.approx(15e9 / 400e9)
+
+
+def test_the_way_is_chosen_by_size_and_latency() -> None:
+    machine = plain(hop=1e-5)
+    wide = machine.group(4096, 1)
+    assert machine.chosen("all_reduce", 1e3, wide) == "tree"  # log2 of the hosts instead of all of them
+    assert machine.chosen("all_reduce", 1e12, wide) == "ring"
+    assert machine.chosen("reduce_scatter", 1e8, wide) == "hierarchy"  # an eighth of the ring's hops
+    assert machine.chosen("all_reduce", 1e6, machine.group(8, 1)) == "in-domain ring"
+
+
+def test_a_reduction_in_the_switch_needs_more_than_four_ranks() -> None:
+    machine = Machine(hardware("dgx-h100"), constants())
+    assert machine.chosen("all_reduce", 1e9, machine.group(8, 1)) == "in-switch"
+    assert machine.chosen("all_reduce", 1e9, machine.group(4, 1)) == "in-domain ring"
+    assert machine.chosen("reduce_scatter", 1e9, machine.group(8, 1)) == "in-domain ring"  # NVLS reduces whole
+
+
+def test_all_to_all_pays_what_is_oversubscribed_and_rings_do_not() -> None:
+    machine = plain()
+    level = machine.hardware.fabric.levels[0]
+    thin = level.model_copy(update={"oversubscription": level.oversubscription.model_copy(update={"value": 4.0})})
+    fabric = machine.hardware.fabric.model_copy(update={"levels": (thin, *machine.hardware.fabric.levels[1:])})
+    poor = Machine(machine.hardware.model_copy(update={"fabric": fabric}), machine.constants)
+    far, near = machine.group(512, 1), machine.group(256, 1)
+    ratio = seconds(poor, "all_to_all", 1e9, far) / seconds(machine, "all_to_all", 1e9, far)
+    assert ratio == pytest.approx(4)
+    assert seconds(poor, "all_to_all", 1e9, near) == seconds(machine, "all_to_all", 1e9, near)
+    assert seconds(poor, "all_reduce", 1e9, far) == seconds(machine, "all_reduce", 1e9, far)
+
+
+@pytest.mark.parametrize("recipe", [n for n in recipes() if "tiny" not in n and load(n).model.adapter is None])
+@pytest.mark.parametrize("tp", [1, 2])
+def test_a_steps_products_are_those_of_the_flop_counter(recipe: str, tp: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a product's time its FLOPs, and no others, a step takes what the counter says (routers apart)."""
+
+    def counted(device: Device, m: float, n: float, k: float, batch: float = 1.0, *_: float) -> float:
+        return 2.0 * m * n * k * batch
+
+    config = load(recipe)
+    model, seq = config.model, config.data.seq
+    monkeypatch.setattr(layer, "gemm", counted)
+    monkeypatch.setattr(layer, "core", lambda machine, work, points: attention.Core(
+        attention.core_flops(work, points), 2 * attention.core_flops(work, points)))  # fmt: skip
+    layout = Layout(tp=tp)
+    made = price(plain(), Work(model, seq, 1, "bf16"), layout, Points.one(layout, 1))
+    flops = tp * (float(made.detail["matmul"]) + float(made.detail["attention"])) / seq
+    routers = 0
+    if model.moe:
+        routed = sum(map(model.routed, range(model.layers)))
+        routers = 6 * routed * model.moe.experts * model.hidden * (tp - 1)  # each rank of tp has all tokens
+    kv = max(0, tp - model.kv)
+    assert kv == 0 and flops - routers == pytest.approx(flops_per_token(model, seq).causal, rel=1e-9)
+
+
+def test_skewed_experts_take_longer() -> None:
+    config = load("mixtral-8x7b")
+    layout, times = Layout(dp=8, ep=8), []
+    for skew in (1.0, 1.5):
+        work = Work(config.model, 4096, 8, "bf16", skew=skew)
+        made = price(Machine(hardware("dgx-h100"), constants()), work, layout, Points.one(layout, 1))
+        times.append(made.at(0))
+    assert 1.25 < times[1]["ep"] / times[0]["ep"] < 1.5  # a latency does not grow
+    assert 1.2 < times[1]["compute"] / times[0]["compute"] < 1.5
+
+
+def test_recomputation_adds_a_forward() -> None:
+    model = load("llama-8b").model
+    machine, layout = Machine(hardware("dgx-h100"), constants()), Layout()
+    made = {
+        kind: price(machine, Work(model, 8192, 1, "bf16"), layout, Points.one(layout, 1, kind)).detail
+        for kind in ("none", "selective", "full")
+    }
+    assert made["full"]["matmul"] / made["none"]["matmul"] == pytest.approx(4 / 3, rel=0.04)
+    assert made["selective"]["matmul"] == made["none"]["matmul"]
+    assert made["selective"]["attention"] > 1.2 * made["none"]["attention"]
+
+
+def test_overlap_leaves_the_units_it_takes() -> None:
+    assert layer.hidden_part(np.array(1.0), np.array(4.0)) == pytest.approx(0.2)
+    assert layer.hidden_part(np.array(5.0), np.array(4.0)) == pytest.approx(1 + 0.8)
+
+
+def test_fp8_halves_products_and_adds_casts() -> None:
+    model, layout = load("llama-8b").model, Layout()
+    machine = Machine(hardware("dgx-h100"), constants())
+    bf16, fp8 = (
+        price(machine, Work(model, 8192, 1, dtype), layout, Points.one(layout, 1)).detail for dtype in ("bf16", "fp8")
+    )
+    assert 0.4 < fp8["matmul"] / bf16["matmul"] < 0.65  # the head stays in bf16
+    assert fp8["pointwise"] > 1.3 * bf16["pointwise"] and fp8["attention"] == bf16["attention"]
+
+
+def test_unfused_attention_moves_the_scores() -> None:
+    model, layout = load("gpt-175b").model, Layout(tp=8)
+    machine = Machine(hardware("dgx-a100"), constants())
+    work = Work(model, 2048, 1, "fp16", Runtime(attention="unfused"))
+    size = 2048 * 2048 * model.heads / 8
+    assert attention.core_bytes(work, Points.one(layout, 1))[0] == pytest.approx(size * 4)
+    made = price(machine, work, layout, Points.one(layout, 1))
+    least = model.layers * size * 10 / (2.039e12)
+    assert least < made.detail["attention"]
+
+
+def test_the_interval_of_young_and_daly() -> None:
+    assert interval(60, 1e6) == pytest.approx(math.sqrt(2 * 60 * 1e6), rel=0.01)
+    assert interval(1e6, 1e5) == 1e5  # a checkpoint takes longer than the time between failures
+
+
+def test_goodput_is_best_at_its_interval_and_falls_with_size() -> None:
+    h100 = hardware("dgx-h100")
+    best = goodput(h100, 16384, 60)
+    assert best.mtbf == pytest.approx(54 * 86400 / 419, rel=1e-3)
+    for factor in (0.5, 2):
+        assert goodput(h100, 16384, 60, best.interval * factor).share < best.share
+    assert 0.5 < goodput(h100, 100_000, 60).share < best.share < goodput(h100, 1024, 60).share < 1
+
+
+def test_a_profile_goes_before_the_constants() -> None:
+    fits = tuple(
+        Measured(operation="all_reduce", backend="nccl", devices=n, hosts=1, lines=(Line(latency=1e-3, rate=rate),))
+        for n, rate in ((2, 1e9), (8, 2e9))
+    )
+    profile = Profile(cluster="dgx-h100", matmul={"bf16": 500e12}, memory_bandwidth=1e12, collectives=fits)
+    machine = Machine(hardware("dgx-h100"), constants(), profile)
+    sizes = np.array([2, 4, 8, 16])
+    times = machine.collective("all_reduce", 1e9, machine.group(sizes, np.ones(4, dtype=int)))
+    assert times[0] == pytest.approx(1e-3 + 1.0) and times[2] == pytest.approx(1e-3 + 1.75 / 2)
+    assert times[1] == pytest.approx(1e-3 + 1.5)  # as near to 2 as to 8: the first
+    plain_machine = Machine(hardware("dgx-h100"), constants())
+    assert times[3] == plain_machine.collective("all_reduce", 1e9, plain_machine.group(16, 1))
+    device = machine.device("bf16")
+    assert (device.rate, device.bandwidth) == (500e12, 1e12)
+
+
+def test_a_tree_takes_the_logarithm_of_the_hosts() -> None:
+    """512 hosts of 8: down and up 7 hops inside and 9 between."""
+    machine = plain(hop=1e-5)
+    ways = dict(machine.ways("all_reduce", 0.0, machine.group(4096, 1)))
+    assert float(ways["tree"]) == pytest.approx(2 * (7 + 9) * 1e-5)
+    assert float(ways["ring"]) == pytest.approx(2 * 4096 * 1e-5)
+
+
+def test_goodput_pays_checkpoints_and_restarts() -> None:
+    h100 = hardware("dgx-h100")
+    restart = h100.failures.restart_seconds.model_copy(update={"value": 0.0})
+    quick = h100.model_copy(update={"failures": h100.failures.model_copy(update={"restart_seconds": restart})})
+    assert goodput(quick, 1, 100, 900).share == pytest.approx(0.9, rel=1e-4)  # failures are years apart
+    slow, fast = goodput(h100, 16384, 60), goodput(quick, 16384, 60)
+    assert slow.share / fast.share == pytest.approx(math.exp(-600 / slow.mtbf))

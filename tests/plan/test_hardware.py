@@ -1,0 +1,95 @@
+"""Hardware files and constants: strict, sourced, found by name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from hpctrain.errors import ConfigError
+from hpctrain.plan.constants import constants
+from hpctrain.plan.hardware import Hardware, hardware, names
+from hpctrain.telemetry.flops import peak_flops
+
+
+@pytest.mark.parametrize("name", names())
+def test_every_file_is_whole_and_its_links_have_constants(name: str) -> None:
+    made = hardware(name)
+    assert made.name == name and made.domain.devices % made.host.devices == 0
+    assert {made.domain.link, made.fabric.network} <= set(constants().links)
+    assert set(constants().matmul[name]) <= set(made.gpu.peak)
+
+
+@pytest.mark.parametrize("name", [n for n in names() if n != "cpu-lab"])
+def test_peaks_are_those_that_mfu_is_counted_against(name: str) -> None:
+    made = hardware(name)
+    assert made.peak("fp16") == pytest.approx(peak_flops(made.gpu.name, "fp16"), rel=0.01)
+
+
+def test_numbers_of_one_file() -> None:
+    made = hardware("h100")
+    assert (made.name, made.gpu.sms.value, made.peak("bf16"), made.host.nic_bandwidth.value) == (
+        "dgx-h100",
+        132,
+        989e12,
+        50e9,
+    )
+
+
+def test_the_mtbf_is_that_of_the_llama_run() -> None:
+    assert hardware("dgx-h100").failures.device_mtbf_hours.value == pytest.approx(16384 * 54 * 24 / 419, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("dgx-h10", ("must be one of a100-40g", "the nearest is dgx-h100")),
+        ("nowhere.yaml", ("there is no such file",)),
+    ],
+)
+def test_unknown_clusters_are_refused(name: str, words: tuple[str, ...]) -> None:
+    with pytest.raises(ConfigError) as error:
+        hardware(name)
+    assert all(word in str(error.value) for word in words)
+
+
+def changed(tmp_path: Path, old: str, new: str) -> Path:
+    text = names()["dgx-a100"].read_text(encoding="utf-8")
+    assert old in text
+    path = tmp_path / "mine.yaml"
+    path.write_text(text.replace(old, new, 1))
+    return path
+
+
+def test_a_file_of_ones_own(tmp_path: Path) -> None:
+    made = hardware(str(changed(tmp_path, "value: 25e9", "value: 12.5e9")))
+    assert isinstance(made, Hardware) and made.host.nic_bandwidth.value == 12.5e9
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "words"),
+    [
+        ('source: "HDR, 200 Gbit/s"', 'source: ""', "host.nic_bandwidth.source"),
+        ("  devices: 8\n  bandwidth", "  devices: 0\n  bandwidth", "domain.devices"),
+        ("fabric:\n", "fabrics: 1\nfabric:\n", "fabrics"),
+        ("value: 25e9", "value: fast", "host.nic_bandwidth.value"),
+    ],
+)
+def test_a_wrong_file_says_where(tmp_path: Path, old: str, new: str, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        hardware(str(changed(tmp_path, old, new)))
+
+
+def test_a_precision_without_units_is_refused() -> None:
+    with pytest.raises(ConfigError, match="precision='bf16': NVIDIA V100-SXM2-32GB multiplies in fp16"):
+        hardware("v100").peak("bf16")
+
+
+def test_oversubscription_multiplies_up_the_levels() -> None:
+    made = hardware("dgx-h100")
+    levels = tuple(
+        level.model_copy(update={"oversubscription": level.oversubscription.model_copy(update={"value": 2.0})})
+        for level in made.fabric.levels
+    )
+    fat = made.model_copy(update={"fabric": made.fabric.model_copy(update={"levels": levels})})
+    assert [fat.oversubscription(devices) for devices in (256, 257, 2048, 2049)] == [1, 2, 2, 4]

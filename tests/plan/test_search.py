@@ -1,0 +1,115 @@
+"""The search: what it finds runs and fits, what it refuses it explains."""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+import pytest
+
+from hpctrain.config.load import load
+from hpctrain.config.validate import validate
+from hpctrain.errors import ConfigError
+from hpctrain.layout.layout import Layout
+from hpctrain.layout.memory import estimate
+from hpctrain.plan.candidates import candidates
+from hpctrain.plan.constants import constants
+from hpctrain.plan.hardware import hardware
+from hpctrain.plan.links import Machine
+from hpctrain.plan.room import room
+from hpctrain.plan.screen import screen
+from hpctrain.plan.search import best_with, configured, lacks, priced, search
+from hpctrain.plan.work import NAMES, RECOMPUTE, Points, Work
+
+H100 = Machine(hardware("dgx-h100"), constants())
+
+
+def test_plans_fit_and_run_and_are_in_order() -> None:
+    plans = search(load("llama-70b"), H100, 128, top=4)
+    assert [p.seconds for p in plans] == sorted(p.seconds for p in plans) and len(plans) == 4
+    room_of_device = plans[0].work.runtime.usable(H100.hardware.gpu.memory.value)
+    for plan in plans:
+        validate(plan.config, 128)
+        assert plan.layout.world == 128 and plan.memory.training <= room_of_device
+        again = priced(plan.config, H100, 128, plan.work)
+        assert again.seconds == pytest.approx(plan.seconds) and again.describe() == plan.describe()
+    assert lacks(plans[0], plans[-1]).count("%") >= 1
+
+
+def test_nothing_that_fits_is_faster_by_the_screen() -> None:
+    config = load("llama-8b")
+    work = Work.of(config)
+    points = candidates(config, H100, 32)
+    fits = room(config, points)[0] <= work.runtime.usable(H100.hardware.gpu.memory.value)
+    least = float(screen(H100, work, points.take(np.flatnonzero(fits))).time.min())
+    best = search(config, H100, 32, top=1)[0]
+    assert best.seconds <= 1.01 * least
+
+
+def test_every_candidate_obeys_the_rules() -> None:
+    for recipe, devices in (("mixtral-8x7b", 64), ("llama-8b", 16)):
+        config = load(recipe)
+        points = candidates(config, H100, devices)
+        for index in range(0, len(points), len(points) // 60):
+            validate(configured(config, points, index, 8), devices)
+
+
+def test_room_follows_the_memory_model() -> None:
+    config = load("gpt-175b")
+    for layout, micro, recompute, stage in (
+        (Layout(pp=8, tp=8, dp=4, sp=True), 1, "none", 1),
+        (Layout(pp=4, tp=4, dp=4, sp=True, schedule="interleaved", chunks=2), 2, "selective", 0),
+        (Layout(tp=8, dp=16, sp=True), 1, "full", 3),
+    ):
+        points = Points.one(layout, micro, recompute, stage)
+        chosen = configured(config, points, 0, 8)
+        expected = estimate(chosen, layout).training
+        assert room(chosen, points)[0][0] == pytest.approx(expected, rel=0.03)
+
+
+def test_one_core_screens_a_hundred_thousand_layouts_a_second() -> None:
+    """In CPU time; a factor of three is left for slow and busy machines."""
+    number, dice = 60_000, np.random.default_rng(0)
+    tp, pp = dice.choice([1, 2, 4, 8], number), dice.choice([1, 2, 4, 8, 16], number)
+    one = np.ones(number, dtype=np.int64)
+    chunks = np.where(pp > 1, dice.choice([1, 2], number), 1)
+    schedule = np.where(chunks == 1, NAMES.index("1f1b"), NAMES.index("interleaved"))
+    points = Points(
+        tp=tp, sp=(tp > 1) * one, pp=pp, dp=2048 // (tp * pp), cp=one, ep=one, etp=one,
+        micro_batch=dice.choice([1, 2, 4], number), chunks=chunks, schedule=schedule,
+        recompute=dice.choice(len(RECOMPUTE), number), stage=dice.choice([0, 1, 3], number), reshard=one,
+        offload=0 * one,
+    )  # fmt: skip
+    work = Work(load("gpt-175b").model, 2048, 2**17, "bf16")
+    start = time.process_time()
+    screen(H100, work, points)
+    assert number / (time.process_time() - start) > 100_000 / 3
+
+
+def test_what_does_not_fit_says_what_would() -> None:
+    with pytest.raises(ConfigError) as error:
+        search(load("llama-405b"), H100, 16)
+    assert "needs" in str(error.value) and "devices are enough" in str(error.value)
+    assert search(load("llama-405b"), H100, 128, top=1)[0].layout.world == 128
+
+
+def test_a_batch_that_nothing_divides_says_the_nearest() -> None:
+    with pytest.raises(ConfigError, match=r"must be a multiple of dp.*use"):
+        search(load("llama-8b", ["train.global_batch=7"]), H100, 1024)
+
+
+def test_offload_makes_room() -> None:
+    config = load("llama-70b", ["train.global_batch=16"])
+    with pytest.raises(ConfigError):
+        search(config, H100, 8)
+    plan = search(config, H100, 8, top=1, offload=True)[0]
+    assert "offload=" in plan.describe() and plan.price.at(0)["offload"] > 0
+
+
+def test_settings_can_be_held() -> None:
+    config = load("llama-8b", ["parallel.tp=2", "train.micro_batch=2"])
+    plan = best_with(config, H100, 16, Work.of(config), ("parallel.tp", "train.micro_batch"))
+    assert (plan.layout.tp, int(plan.points.micro_batch[0])) == (2, 2)
+    with pytest.raises(ConfigError, match="no layout has these settings"):
+        bad = load("llama-8b", ["parallel.tp=3"])
+        best_with(bad, H100, 16, Work.of(bad), ("parallel.tp",))

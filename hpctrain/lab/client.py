@@ -16,6 +16,12 @@ from hpctrain.lab.spec import LabSpec
 FOREIGN = ("SLURM_", "SLURMD_", "SBATCH_", "SRUN_", "SALLOC_", "SQUEUE_", "SINFO_", "SCANCEL_", "SACCT_")
 """Beginnings of variables that speak of another cluster, or of a job around this process."""
 
+PROGRAMS = (
+    *("sacct", "sacctmgr", "salloc", "sattach", "sbatch", "sbcast", "scancel", "scontrol", "sdiag", "sinfo", "sprio"),
+    *("squeue", "sreport", "srun", "sshare", "sstat", "strigger"),
+)
+"""Slurm's commands for users."""
+
 CANCEL_S = 5.0
 """What a command gets to withdraw its job once its time is up."""
 
@@ -31,9 +37,13 @@ class Cluster:
     spec: LabSpec
 
     def environment(self, base: Mapping[str, str] = os.environ) -> dict[str, str]:
-        """`base` with this lab as the cluster, and with this Python and Slurm's commands on PATH."""
+        """`base` with this lab as the cluster, and with this Python and Slurm's commands on PATH.
+
+        In front of it, for a lab with rails: commands that enter its network first.
+        """
         kept = {name: value for name, value in base.items() if not name.startswith(FOREIGN)}
-        path = [str(Path(sys.executable).parent), *base.get("PATH", "").split(os.pathsep)]
+        first = [str(self.spec.programs)] if self.spec.rails else []
+        path = [*first, str(Path(sys.executable).parent), *base.get("PATH", "").split(os.pathsep)]
         path += [folder for folder in requirements.PATH.split(os.pathsep) if folder not in path]
         return kept | {"SLURM_CONF": str(self.spec.slurm_conf), "PATH": os.pathsep.join(filter(None, path))}
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from hpctrain.lab.spec import HEAD, LabSpec
+from hpctrain.lab.requirements import PATH
+from hpctrain.lab.spec import HEAD, SPINE, LabSpec
 
 CLUSTER = "lab"
+NEWLINE = "\n"
 DATABASE = "slurm_acct_db"
 
 
@@ -17,6 +19,8 @@ def files(spec: LabSpec) -> dict[str, str]:
         "hosts": hosts(spec),
         "machine.sh": machine_script(spec),
     }
+    if spec.rails:
+        made["client.sh"] = client_script(spec)
     if spec.gpus:
         made["gres.conf"] = gres_conf(spec)
     if spec.accounting:
@@ -36,8 +40,8 @@ def _daemons(spec: LabSpec) -> str:
 ClusterName={CLUSTER}
 SlurmctldHost={HEAD}({spec.address(HEAD)})
 SlurmctldPort={spec.controller_port}
-SlurmUser=root
-AuthType=auth/munge
+SlurmUser={spec.user}
+{f"SlurmdUser={spec.user}{NEWLINE}" if spec.rootless else ""}AuthType=auth/munge
 AuthInfo=socket={spec.munge_socket},cred_expire={spec.requeue_delay_s}
 CredType=cred/munge
 MpiDefault=none
@@ -114,7 +118,13 @@ def gres_conf(spec: LabSpec) -> str:
 
 
 def topology_conf(spec: LabSpec) -> str:
-    """Two leaf switches under a spine, the first with the larger half of the nodes."""
+    """Two leaf switches under a spine, the first with the larger half of the nodes.
+
+    On rails all nodes are equally near to each other: each hangs on every leaf, which a tree cannot say. So it is one
+    switch there.
+    """
+    if spec.rails:
+        return f"SwitchName=rails Nodes={_numbered('n', range(spec.nodes))}\n"
     half = (spec.nodes + 1) // 2
     leaves = [names for names in (range(half), range(half, spec.nodes)) if names]
     lines = [f"SwitchName=leaf{i} Nodes={_numbered('n', names)}" for i, names in enumerate(leaves)]
@@ -143,7 +153,7 @@ AuthInfo=socket={spec.munge_socket}
 DbdHost={HEAD}
 DbdAddr={spec.address(HEAD)}
 DbdPort={spec.accounting_port}
-SlurmUser=root
+SlurmUser={spec.user}
 LogFile={spec.log("slurmdbd")}
 PidFile={spec.run}/slurmdbd.pid
 StorageType=accounting_storage/mysql
@@ -171,9 +181,63 @@ hostname "$name"
 cat /etc/hosts "{spec.etc}/hosts" >"{spec.folder}/$name/hosts"
 mount --bind "{spec.folder}/$name/hosts" /etc/hosts
 mount -t tmpfs -o mode=1777 shm /dev/shm
-: >"{spec.run}/$name.up"
+{_devices(spec) if spec.rootless else ""}{_own_network(spec) if spec.rails else ""}: >"{spec.run}/$name.up"
 while [ -e "{spec.folder}/lab.json" ]; do
   sleep 5 &
   wait $!
 done
+"""
+
+
+def _devices(spec: LabSpec) -> str:
+    """Files that become device nodes on the machine alone: only root can make those."""
+    return f"""\
+for gpu in "{spec.folder}/$name/gpu"*; do
+  [ ! -e "$gpu" ] || mount --bind /dev/null "$gpu"
+done
+"""
+
+
+def _own_network(spec: LabSpec) -> str:
+    """What a machine does about its network before it has links.
+
+    A new sysfs shows its own interfaces; slurmd wants the control groups that the old one had. Nobody answers for
+    names of hosts, and none is asked. The programs for use from outside are not for here.
+    An address is answered for, and announced, by its own interface alone. With reno, flows that share a token bucket
+    starve each other; with bbr they share it. Interfaces have no IPv6, whose chatter would be counted.
+    """
+    return f"""\
+ip link set lo up
+if [ -d /sys/fs/cgroup ]; then
+  mkdir -p "{spec.folder}/$name/cgroup"
+  mount --rbind /sys/fs/cgroup "{spec.folder}/$name/cgroup"
+fi
+mount -t sysfs sysfs /sys
+[ ! -d "{spec.folder}/$name/cgroup" ] || mount --rbind "{spec.folder}/$name/cgroup" /sys/fs/cgroup
+[ ! -e /etc/resolv.conf ] || mount --bind /dev/null /etc/resolv.conf
+mount -t tmpfs bin "{spec.programs}"
+cd /proc/sys/net
+echo 1 >ipv4/conf/all/arp_ignore
+echo 2 >ipv4/conf/all/arp_announce
+echo 2 >ipv4/conf/all/rp_filter
+echo bbr >ipv4/tcp_congestion_control || true
+[ ! -d ipv6 ] || echo 1 >ipv6/conf/default/disable_ipv6
+[ "$name" != {SPINE} ] || echo 1 >ipv4/ip_forward
+cd /
+"""
+
+
+def client_script(spec: LabSpec) -> str:
+    """A program of Slurm, by the name that this is called by, in the network of the head.
+
+    Nothing but that network is entered, so files, processes and terminal are those of the caller.
+    """
+    return f"""\
+#!/bin/sh
+program=$(PATH={PATH}; command -v "${{0##*/}}") || {{
+  echo "error: ${{0##*/}} is not here; on Debian or Ubuntu: apt-get install slurm-client." >&2
+  exit 127
+}}
+read -r pid rest <"{spec.run}/{HEAD}.pid" || exit
+exec nsenter --net="/proc/$pid/ns/net" -- "$program" "$@"
 """

@@ -120,7 +120,7 @@ def _munged(spec: LabSpec) -> tuple[str, ...]:
 def _mariadbd(spec: LabSpec) -> tuple[str, ...]:
     """Small, without network, and careless: the data lives no longer than the lab."""
     return (
-        *("mariadbd", "--no-defaults", "--user=root", "--skip-networking", "--skip-grant-tables"),
+        *("mariadbd", "--no-defaults", f"--user={spec.user}", "--skip-networking", "--skip-grant-tables"),
         f"--datadir={spec.database}/data",
         f"--socket={spec.database_socket}",
         f"--pid-file={spec.run}/mariadbd.pid",

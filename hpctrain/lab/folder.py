@@ -14,7 +14,9 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from hpctrain.errors import LabError
+from hpctrain.files import write_whole
 from hpctrain.lab import config
+from hpctrain.lab.client import PROGRAMS
 from hpctrain.lab.spec import LabSpec
 
 RECORD = "lab.json"
@@ -58,15 +60,18 @@ def check_owner(folder: Path) -> None:
 def write(spec: LabSpec) -> None:
     """Everything that daemons find when they start, in place of whatever was there."""
     _empty(spec.folder)
-    record = spec.folder / RECORD
-    record.with_suffix(".new").write_text(spec.to_json())
-    record.with_suffix(".new").replace(record)
+    write_whole(spec.folder / RECORD, spec.to_json())
     for name, mode in (("etc", 0o755), ("run", 0o755), ("log", 0o755), ("state", 0o700), ("db", 0o700)):
         (spec.folder / name).mkdir(mode)
     for name, text in config.files(spec).items():
         path = spec.etc / name
         path.touch(0o600 if name == "slurmdbd.conf" else 0o644)  # slurmdbd refuses a file that others can read
         path.write_text(text)
+    if spec.rails:
+        spec.programs.mkdir()
+        (spec.etc / "client.sh").chmod(0o755)
+        for name in PROGRAMS:
+            (spec.programs / name).symlink_to(spec.etc / "client.sh")
     key = spec.etc / "munge.key"
     key.touch(0o600)
     key.write_bytes(os.urandom(128))

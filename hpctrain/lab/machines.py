@@ -26,8 +26,6 @@ NULL_DEVICE = os.makedev(1, 3)
 # The pid is written by the process that it belongs to, before it becomes anything that has to be ended.
 LAUNCH = 'read -r stat </proc/$$/stat && echo "$stat" >"$1.new" && mv "$1.new" "$1" && shift && exec "$@"'
 
-NAMESPACES = ("--pid", "--mount", "--uts", "--ipc")
-
 
 def start(spec: LabSpec, name: str) -> None:
     """Bring one machine up, without any daemon on it.
@@ -39,7 +37,8 @@ def start(spec: LabSpec, name: str) -> None:
     up, log = spec.run / f"{name}.up", spec.log(name)
     up.unlink(missing_ok=True)
     script = ("bash", str(spec.etc / "machine.sh"), name)
-    isolated = ("unshare", *NAMESPACES, "--fork", "--mount-proc", "--kill-child=SIGKILL", *script)
+    owner = ("--map-current-user", "--keep-caps") if spec.rootless else ()
+    isolated = ("unshare", *_namespaces(spec), *owner, "--fork", "--mount-proc", "--kill-child=SIGKILL", *script)
     with log.open("w") as output:
         child = subprocess.Popen(
             ["sh", "-c", LAUNCH, "sh", str(_pid_file(spec, name)), *isolated],
@@ -87,7 +86,8 @@ def run(spec: LabSpec, name: str, command: Sequence[str], environment: Mapping[s
     first = init(spec, name)
     if not first:
         raise LabError(f"the machine {name} of the lab is not up: {last_words(spec.log(name))}")
-    enter = ("nsenter", "--target", str(first.pid), *NAMESPACES, "--wd=/", "--")
+    owner = ("--preserve-credentials",) if spec.rootless else ()
+    enter = ("nsenter", "--target", str(first.pid), *_namespaces(spec), *owner, "--wd=/", "--")
     log = spec.log(Path(command[0]).name if name == HEAD else f"{Path(command[0]).name}.{name}")
     background = ("sh", "-c", '"$@" </dev/null >>"$0" 2>&1 &', str(log), *command)
     subprocess.run([*enter, *background], env=dict(environment), check=True, timeout=START_TIMEOUT_S)
@@ -129,17 +129,25 @@ def last_words(log: Path) -> str:
     return f"it said {said.rstrip('.')!r} (see {log})."
 
 
+def _namespaces(spec: LabSpec) -> tuple[str, ...]:
+    """What a machine has for itself. Machines of a plain lab share the network of the host."""
+    own = (*(("--user",) if spec.rootless else ()), *(("--net",) if spec.rails else ()))
+    return (*own, "--pid", "--mount", "--uts", "--ipc")
+
+
 def _furnish(spec: LabSpec, name: str) -> None:
     """The folders of a machine, and device nodes in the place of GPUs."""
     home = spec.home(name)
     for part in ("spool", "tmp"):
         (home / part).mkdir(parents=True, exist_ok=True)
     (home / "tmp").chmod(0o1777)
-    if name == HEAD:
+    if name not in spec.node_names:
         return
     for i in range(spec.gpus):
         device = home / f"gpu{i}"
-        if not device.exists():
+        if spec.rootless:
+            device.touch()
+        elif not device.exists():
             try:
                 os.mknod(device, stat.S_IFCHR | 0o666, NULL_DEVICE)
             except PermissionError as error:

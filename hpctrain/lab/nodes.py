@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from hpctrain.errors import LabError
-from hpctrain.lab import daemons, folder, machines, processes
+from hpctrain.lab import daemons, fabric, folder, machines, processes
 from hpctrain.lab.client import Cluster
 from hpctrain.lab.spec import LabSpec
 
@@ -30,9 +30,11 @@ def revive(spec: LabSpec, names: Sequence[str]) -> None:
             machines.start(spec, name)
         daemon = daemons.of_node(spec, name)
         if not daemon.runs(spec):
+            if spec.rails:
+                fabric.plug(spec, name)
             daemon.start(spec)
     if names:
-        _await_usable(spec, names)
+        await_usable(spec, names)
 
 
 def start_node(spec: LabSpec, name: str) -> None:
@@ -41,7 +43,7 @@ def start_node(spec: LabSpec, name: str) -> None:
     Raises:
         LabError: there is no such node, or it does not come back.
     """
-    _known(spec, name)
+    known(spec, name)
     with folder.locked(spec.folder):
         revive(spec, [name])
 
@@ -52,7 +54,7 @@ def kill_node(spec: LabSpec, name: str, slurmd_only: bool = False) -> None:
     Raises:
         LabError: there is no such node, or something of it cannot be ended.
     """
-    _known(spec, name)
+    known(spec, name)
     with folder.locked(spec.folder):
         if not slurmd_only:
             machines.stop(spec, [name])
@@ -78,17 +80,27 @@ def status(cluster: Cluster) -> dict[str, Any]:
         "nodes": spec.nodes,
         "gpus_per_node": spec.gpus,
         "accounting": spec.accounting,
+        "rails": spec.rails,
+        "rail_mbit": spec.rail_mbit,
+        "spine_mbit": spec.spine_mbit,
+        "amiss": fabric.amiss(spec),
         "jobs": len(jobs),
         "machines": rows,
     }
 
 
-def _known(spec: LabSpec, name: str) -> None:
+def known(spec: LabSpec, name: str) -> None:
+    """Raises LabError if there is no such node."""
     if name not in spec.node_names:
         raise LabError(f"the lab has no node {name!r}; it has {', '.join(spec.node_names)}.")
 
 
-def _await_usable(spec: LabSpec, names: Sequence[str]) -> None:
+def await_usable(spec: LabSpec, names: Sequence[str]) -> None:
+    """Wait until Slurm uses nodes.
+
+    Raises:
+        LabError: it does not take one back; with what its slurmd said.
+    """
     deadline = time.monotonic() + USABLE_TIMEOUT_S
     while True:
         states = Cluster(spec).node_states()

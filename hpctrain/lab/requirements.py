@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pwd
 import re
 import shutil
 import subprocess
@@ -25,6 +26,36 @@ PROGRAMS = {
 
 ACCOUNTING = {"slurmdbd": "slurmdbd", "mariadbd": "mariadb-server"}
 
+RAILS = {"ip": "iproute2", "tc": "iproute2"}
+
+FABRIC = """
+ip link add name leaf0 type bridge
+ip link add name n0-rail0 type veth peer name rail0
+ip rule add from 10.1.0.10 lookup 100
+tc qdisc add dev rail0 root tbf rate 1mbit burst 128kb limit 512kb
+mount -t sysfs sysfs /sys
+"""
+"""What the parts of a fabric ask of the kernel, each once."""
+
+ROOTLESS = (
+    "--user",
+    "--map-current-user",
+    "--keep-caps",
+    "--pid",
+    "--mount",
+    "--uts",
+    "--ipc",
+    "--fork",
+    "--mount-proc",
+)
+MACHINE = """
+mount -t tmpfs shm /dev/shm
+hostname n0
+touch /dev/shm/gpu0
+mount --bind /dev/null /dev/shm/gpu0
+"""
+"""What a machine of a lab without root asks of the system."""
+
 OLDEST = (22, 5)
 """Of Slurm: the oldest that warns a preempted job with the signal that it asked for, and was tried."""
 
@@ -44,9 +75,38 @@ def obstacle(accounting: bool = False) -> str | None:
     if version < OLDEST:
         found, needed = (f"{major}.{minor:02}" for major, minor in (version, OLDEST))
         return f"this machine has Slurm {found}, and a lab needs {needed} or later."
-    if os.geteuid() != 0:
-        return "a lab needs root, for namespaces and device nodes; run the command with sudo."
+    if os.geteuid() != 0 and (said := _refuses(["unshare", *ROOTLESS, "sh", "-ec", MACHINE])):
+        return (
+            "a lab needs root, or a system that gives user namespaces to everybody, and this one does not: it said "
+            f"{said!r}; run the command with sudo."
+        )
     return None
+
+
+def obstacle_to_rails() -> str | None:
+    """Why a lab here can have no networks of its own, as a sentence; None if it can."""
+    missing = sorted({package for name, package in RAILS.items() if not shutil.which(name, path=PATH)})
+    if missing:
+        return f"rails need {' '.join(missing)}; on Debian or Ubuntu: apt-get install {' '.join(missing)}."
+    if os.geteuid() != 0:
+        return "rails need root, for networks and their rates; run the command with sudo."
+    if said := _refuses(["unshare", "--net", "--mount", "sh", "-ec", FABRIC]):
+        return (
+            "rails need network namespaces with bridges, veth pairs and token buckets (tbf), and this machine's "
+            f"kernel or container does not give them: it said {said!r}."
+        )
+    return None
+
+
+def _refuses(command: list[str]) -> str:
+    """What a command says that fails; "" for one that does not."""
+    tried = subprocess.run(command, env={"PATH": PATH}, capture_output=True, text=True, timeout=20)
+    return (tried.stderr.strip() or "nothing").splitlines()[-1].rstrip(".") if tried.returncode else ""
+
+
+def user() -> str:
+    """Who runs the lab: this process's user."""
+    return pwd.getpwuid(os.geteuid()).pw_name
 
 
 def check(accounting: bool = False) -> None:

@@ -13,7 +13,14 @@ from hpctrain.errors import LabError
 HEAD = "head"
 """The machine of the lab that runs everything but slurmd."""
 
-MAX_NODES, MAX_GPUS = 64, 16
+SWITCHES, SPINE = "switches", "spine"
+"""Machines of a lab with rails: the one holds the leaf switches and that of the management network, the other routes
+between the leaves."""
+
+MANAGEMENT = "eth0"
+"""The interface that head and nodes have beside rails."""
+
+MAX_NODES, MAX_GPUS, MAX_RAILS = 64, 16, 8
 
 MAX_FOLDER = 52
 """Characters. A path of a Unix socket has at most 107, and slurmd makes them some folders further down."""
@@ -29,7 +36,12 @@ class LabSpec:
         gpus: emulated GPUs of a node; 0 for none.
         cpus: CPUs that a node says it has. There is no binding, so they may be more than the machine's.
         memory_mb: MiB that a node says it has.
+        rails: networks beside that of management, each with a leaf switch that all nodes hang on; 0 for a plain lab,
+            whose machines share the network of the host.
+        rail_mbit: rate of a node's link to a leaf, Mbit/s = 1e6 bit/s each way.
+        spine_mbit: rate of a leaf's link to the spine.
         accounting: whether slurmdbd and a MariaDB of its own run, so that `sacct` answers.
+        user: who runs it. Of another one than root the machines are in user namespaces, and have no rails.
         grace_s: seconds that a preempted job has after its warning. Slurm looks every 30 s who has used them up.
         kill_wait_s: seconds between SIGTERM and SIGKILL of a job that has to end.
         requeue_delay_s: seconds a requeued job waits. Slurm ties it to how long a job's credential is valid.
@@ -48,7 +60,11 @@ class LabSpec:
     gpus: int = 4
     cpus: int = 8
     memory_mb: int = 4096
+    rails: int = 0
+    rail_mbit: int = 200
+    spine_mbit: int = 100
     accounting: bool = False
+    user: str = "root"
     grace_s: int = 5
     kill_wait_s: int = 2
     requeue_delay_s: int = 5
@@ -62,6 +78,9 @@ class LabSpec:
             ("nodes", self.nodes, 1, MAX_NODES),
             ("gpus", self.gpus, 0, MAX_GPUS),
             ("cpus", self.cpus, 1, 1024),
+            ("rails", self.rails, 0, MAX_RAILS),
+            ("rail_mbit", self.rail_mbit, 1, 10_000),
+            ("spine_mbit", self.spine_mbit, 1, 10_000),
         ):
             if not low <= value <= high:
                 raise LabError(f"a lab cannot have {name}={value}: choose from {low} to {high}.")
@@ -73,13 +92,33 @@ class LabSpec:
             )
 
     @property
+    def rootless(self) -> bool:
+        """Whether it does without root."""
+        return self.user != "root"
+
+    @property
     def node_names(self) -> tuple[str, ...]:
         return tuple(f"n{i}" for i in range(self.nodes))
 
     @property
     def machines(self) -> tuple[str, ...]:
-        """The head and the nodes: everything that runs in namespaces of its own."""
+        """The head and the nodes: everything that Slurm runs on."""
         return (HEAD, *self.node_names)
+
+    @property
+    def network(self) -> tuple[str, ...]:
+        """Machines that are switches."""
+        return (SWITCHES, SPINE) if self.rails else ()
+
+    @property
+    def everything(self) -> tuple[str, ...]:
+        """All that runs in namespaces of its own."""
+        return (*self.network, *self.machines)
+
+    @property
+    def rail_names(self) -> tuple[str, ...]:
+        """Interfaces of a node, `rail0`, `rail1`, ..."""
+        return tuple(f"rail{i}" for i in range(self.rails))
 
     @property
     def ports(self) -> range:
@@ -98,9 +137,18 @@ class LabSpec:
         return self.ports[2 + self.node_names.index(name)]
 
     def address(self, machine: str) -> str:
-        """A loopback address that no other machine of this lab, and no other lab, has."""
+        """On the management network; in a plain lab a loopback address that no other machine of any lab has."""
+        if self.rails:
+            return f"10.0.0.{self._host(machine)}"
         high, low = divmod(self.first_port, 256)
-        return f"127.{high}.{low}.{10 + self.machines.index(machine)}"
+        return f"127.{high}.{low}.{self._host(machine)}"
+
+    def rail_address(self, machine: str, rail: int) -> str:
+        """Of a node or the spine on one rail. All rails together are 10.1.0.0/16."""
+        return f"10.1.{rail}.{254 if machine == SPINE else self._host(machine)}"
+
+    def _host(self, machine: str) -> int:
+        return 10 + self.machines.index(machine)
 
     @property
     def etc(self) -> Path:
@@ -115,6 +163,16 @@ class LabSpec:
     @property
     def slurm_conf(self) -> Path:
         return self.etc / "slurm.conf"
+
+    @property
+    def programs(self) -> Path:
+        """Slurm's commands, as they have to be called from outside of a lab with rails."""
+        return self.folder / "bin"
+
+    @property
+    def railbind(self) -> Path:
+        """A library that makes connections leave from the rail they were given; see `railbind.c`."""
+        return self.folder / "lib" / "railbind.so"
 
     @property
     def munge_socket(self) -> Path:

@@ -1,13 +1,14 @@
-"""The files of three labs, word for word; regenerate with `python -m tests.lab.test_config` and read the difference."""
+"""The files of four labs, word for word; regenerate with `python -m tests.lab.test_config` and read the difference."""
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from hpctrain.lab import config
+from hpctrain.lab import config, requirements
 from hpctrain.lab.spec import LabSpec
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -15,7 +16,9 @@ SMALL = LabSpec(Path("/srv/lab"), nodes=2, gpus=1, cpus=3, memory_mb=2000, first
 SPECS = {
     "small": SMALL,
     "accounting": replace(SMALL, nodes=5, gpus=4, cpus=8, accounting=True),
+    "rails": replace(SMALL, rails=2),
     "bare": replace(SMALL, nodes=1, gpus=0),
+    "rootless": replace(SMALL, user="kim"),
 }
 
 
@@ -29,10 +32,13 @@ def test_files(name: str) -> None:
 
 
 def test_nothing_outside_of_the_folder_is_named() -> None:
-    system = ("/etc/hosts", "/dev/shm", "/bin/true")
+    system = {"/etc/hosts", "/dev/shm", "/bin/true", "/dev/null"}
+    own_network = {"/sys", "/sys/fs/cgroup", "/etc/resolv.conf", "/proc/sys/net", "/proc/$pid/ns/net"}
     for spec in SPECS.values():
+        if spec.rails:
+            system |= own_network | {requirements.PATH, "/bin/sh"}
         for name, text in config.files(spec).items():
-            for word in text.replace("=", " ").replace('"', " ").replace(",", " ").split():
+            for word in re.split(r'[\s=",;]|#!', text):
                 if word.startswith("/") and len(word) > 1:
                     assert word.startswith(str(spec.folder)) or word in system, f"{name}: {word}"
 
@@ -45,6 +51,8 @@ def test_leaves(nodes: int, leaves: list[str]) -> None:
     lines = config.topology_conf(replace(SMALL, nodes=nodes)).splitlines()
     assert [line.partition("Nodes=")[2] for line in lines[:-1]] == leaves
     assert lines[-1] == f"SwitchName=spine Switches={'leaf[0-1]' if nodes > 1 else 'leaf0'}"
+    one = "n0" if nodes == 1 else f"n[0-{nodes - 1}]"
+    assert config.topology_conf(replace(SMALL, nodes=nodes, rails=1)) == f"SwitchName=rails Nodes={one}\n"
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from hpctrain.errors import LabError
-from hpctrain.lab import LabSpec, requirements, up
+from hpctrain.lab import Cluster, LabSpec, lifecycle, requirements, up
 
 
 @pytest.fixture
@@ -68,8 +68,47 @@ def test_version(monkeypatch: pytest.MonkeyPatch, text: str, version: tuple[int,
     assert requirements.slurm_version() == version
 
 
-def test_not_root(machine: pytest.MonkeyPatch, home: Path) -> None:
+def test_neither_root_nor_user_namespaces(machine: pytest.MonkeyPatch, home: Path) -> None:
     machine.setattr(os, "geteuid", lambda: 1000)
-    with pytest.raises(LabError, match="a lab needs root, for namespaces and device nodes; run the command with sudo"):
+    refused = subprocess.CompletedProcess([], 1, stdout="", stderr="unshare: unshare failed: Operation not permitted\n")
+    machine.setattr(subprocess, "run", lambda *_, **__: refused)
+    said = (
+        r"everybody, and this one does not: it said 'unshare: unshare failed: Operation not permitted'; run the command"
+    )
+    with pytest.raises(LabError, match=f"a lab needs root, or a system that gives user namespaces to {said}"):
         up(LabSpec(home))
     assert not home.exists()
+
+
+def test_without_root_there_are_no_rails(machine: pytest.MonkeyPatch, home: Path) -> None:
+    machine.setattr(os, "geteuid", lambda: 1000)
+    machine.setattr(subprocess, "run", lambda *_, **__: subprocess.CompletedProcess([], 0, stdout="", stderr=""))
+    machine.setattr(lifecycle, "_make", Cluster)
+    machine.setattr(lifecycle.folder, "check_owner", lambda folder: None)
+    machine.setattr(requirements, "user", lambda: "kim")
+    raised = up(LabSpec(home, rails=4))
+    assert raised.lacks == "rails need root, for networks and their rates; run the command with sudo."
+    assert (raised.cluster.spec.rails, raised.cluster.spec.rootless) == (0, True)
+
+
+def test_rails_need_ip_and_tc(machine: pytest.MonkeyPatch) -> None:
+    machine.setattr(shutil, "which", without("tc"))
+    assert requirements.obstacle_to_rails() == "rails need iproute2; on Debian or Ubuntu: apt-get install iproute2."
+
+
+def test_rails_need_a_kernel_that_has_their_parts(machine: pytest.MonkeyPatch) -> None:
+    for code, said in ((0, ""), (2, "warning: x\nRTNETLINK answers: Operation not supported.\n")):
+        made = subprocess.CompletedProcess([], code, stdout="", stderr=said)
+        machine.setattr(subprocess, "run", lambda *_, made=made, **__: made)
+        assert (requirements.obstacle_to_rails() is None) == (code == 0)
+    assert str(requirements.obstacle_to_rails()).endswith("it said 'RTNETLINK answers: Operation not supported'.")
+
+
+def test_without_what_rails_need_the_lab_is_plain(machine: pytest.MonkeyPatch, home: Path) -> None:
+    machine.setattr(shutil, "which", without("ip"))
+    machine.setattr(lifecycle, "_make", Cluster)
+    raised = up(LabSpec(home, rails=4))
+    assert raised.cluster.spec.rails == 0 and raised.lacks.startswith("rails need iproute2")
+    machine.setattr(requirements, "obstacle_to_rails", lambda: None)
+    raised = up(LabSpec(home, rails=4))
+    assert raised.cluster.spec.rails == 4 and raised.lacks == ""

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from hpctrain.errors import LabError
-from hpctrain.lab.spec import MAX_FOLDER, LabSpec
+from hpctrain.lab.spec import MAX_FOLDER, SPINE, LabSpec
 
 SPEC = LabSpec(Path("/lab"), first_port=21000)
 
@@ -22,6 +22,9 @@ SPEC = LabSpec(Path("/lab"), first_port=21000)
         ({"gpus": -1}, "gpus=-1: choose from 0 to 16"),
         ({"gpus": 17}, "gpus=17"),
         ({"cpus": 0}, "cpus=0: choose from 1 to 1024"),
+        ({"rails": 9}, "rails=9: choose from 0 to 8"),
+        ({"rail_mbit": 0}, "rail_mbit=0: choose from 1 to 10000"),
+        ({"spine_mbit": 10_001}, "spine_mbit=10001: choose from 1 to 10000"),
         ({"folder": Path("lab")}, "cannot live in 'lab'"),
         ({"folder": Path("/my lab")}, "cannot live in '/my lab'"),
         ({"folder": Path("/%n")}, "cannot live in '/%n'"),
@@ -46,7 +49,7 @@ def test_longest_folder_keeps_the_sockets_of_a_job_within_the_limit_of_the_kerne
 
 
 def test_survives_json() -> None:
-    spec = replace(SPEC, nodes=3, accounting=True, first_job=17)
+    spec = replace(SPEC, nodes=3, accounting=True, first_job=17, rails=2, spine_mbit=7)
     assert LabSpec.from_json(spec.to_json()) == spec
     with pytest.raises(TypeError):
         LabSpec.from_json(json.dumps({"folder": "/lab", "colour": "red"}))
@@ -61,3 +64,14 @@ def test_every_port_and_address_is_used_once() -> None:
     assert addresses[:2] == ["127.82.8.10", "127.82.8.11"]
     beside = replace(spec, first_port=21066)
     assert not set(addresses) & {beside.address(name) for name in beside.machines}
+
+
+def test_every_address_of_a_lab_with_rails_is_used_once() -> None:
+    spec = replace(SPEC, nodes=64, rails=8)
+    rails = [spec.rail_address(name, rail) for name in (*spec.node_names, SPINE) for rail in range(8)]
+    addresses = [*map(spec.address, spec.machines), *rails]
+    assert len(set(addresses)) == 65 + 65 * 8
+    assert (addresses[0], addresses[64], rails[3], rails[-1]) == ("10.0.0.10", "10.0.0.74", "10.1.3.11", "10.1.7.254")
+    assert {a.rpartition(".")[0] for a in rails} == {f"10.1.{rail}" for rail in range(8)}
+    assert spec.everything == ("switches", "spine", "head", *(f"n{i}" for i in range(64)))
+    assert SPEC.everything == ("head", "n0", "n1", "n2", "n3")

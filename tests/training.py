@@ -13,17 +13,19 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from hpctrain.config.schema import RunConfig
 from hpctrain.layout.layout import Layout
 from hpctrain.layout.parameters import parameter_specs, saved_shapes
 from hpctrain.layout.placement import Box, replica_groups
-from hpctrain.model.batch import Batch
+from hpctrain.model.batch import IGNORED, Batch
 from hpctrain.model.loss import CrossEntropy
 from hpctrain.model.random import initial_values
 from hpctrain.model.router import give_biases, routers_of
 from hpctrain.model.transformer import Transformer
 from hpctrain.parallel.mesh import Mesh, build_mesh
+from hpctrain.sharding.engine import StepResult
 from hpctrain.verify.samples import global_batch
 
 CPU = torch.device("cpu")
@@ -52,9 +54,19 @@ class Trace:
     weights: dict[str, Tensor] = field(default_factory=dict)
 
 
+class LossOfTorch(CrossEntropy):
+    """The same sum by torch's functions, of all logits at once."""
+
+    def forward(self, logits: Tensor, labels: Tensor) -> Tensor:
+        x, y = logits.flatten(0, 1), labels.flatten()
+        smoothing, z_loss = (self.smoothing, self.z_loss) if self.training else (0.0, 0.0)
+        total = F.cross_entropy(x, y, ignore_index=IGNORED, reduction="sum", label_smoothing=smoothing)
+        return total + z_loss * x.logsumexp(-1).square().masked_fill(y == IGNORED, 0.0).sum()
+
+
 def reference(config: RunConfig, steps: int = 3, batches: Sequence[Batch] = (), lr: Sequence[float] = LR) -> Trace:
     """Train in one process in float64 with nothing of ours but the model."""
-    loss = CrossEntropy(config.train.label_smoothing, config.train.z_loss)
+    loss = LossOfTorch(config.train.label_smoothing, config.train.z_loss)
     model = Transformer(config.model, config.train.seed, loss)
     specs = {s.name: s for s in parameter_specs(config.model)}
     for name, p in model.named_parameters():
@@ -103,6 +115,12 @@ def make_mesh(config: RunConfig, world: int) -> Mesh:
 
 def train_step(engine, mesh: Mesh, config: RunConfig, step: int, pipeline=None) -> tuple[float, float]:
     """One optimizer step on this rank's share of the global batch: mean loss over all ranks, and the norm."""
+    loss, result = train_batch(engine, mesh, config, step, pipeline)
+    return loss, result.grad_norm
+
+
+def train_batch(engine, mesh: Mesh, config: RunConfig, step: int, pipeline=None) -> tuple[float, StepResult]:
+    """The same, with all that the engine says of the step."""
     from hpctrain.parallel.comm import all_reduce_
     from hpctrain.parallel.context import own_part
     from hpctrain.parallel.pipeline import Pipeline
@@ -112,8 +130,8 @@ def train_step(engine, mesh: Mesh, config: RunConfig, step: int, pipeline=None) 
     mine = own_part(batch.split(share)[mesh.dp.index], config, mesh).split(config.train.micro_batch)
     engine.begin_step(batch.valid_tokens, len(mine))
     total = (pipeline or Pipeline(engine, mesh, config)).train(mine)
-    norm = engine.step(LR[step % len(LR)]).grad_norm
-    return (all_reduce_(total, mesh.total) / batch.valid_tokens).item(), norm
+    result = engine.step(LR[step % len(LR)])
+    return (all_reduce_(total, mesh.total) / batch.valid_tokens).item(), result
 
 
 def run(config: RunConfig, world: int, steps: int = 3) -> list[Any]:
@@ -133,6 +151,10 @@ def run(config: RunConfig, world: int, steps: int = 3) -> list[Any]:
         norms.append(norm)
         if step == 0 and config.engine == "none":
             gradients = {n: (records[n].boxes[0], g.clone()) for n, g in engine.gradients.items()}
+        if step == 0 and config.engine == "fsdp":  # of which the first moment is a share
+            share = 1.0 - config.optimizer.beta1
+            moments = (p for p in engine.pieces() if p.kind == "exp_avg")
+            gradients = {p.name: (Box(p.start, p.start, p.shape), p.fetch() / share) for p in moments}
     weights = [(p.name, Box(p.start, p.start, p.shape), p.fetch()) for p in engine.pieces() if p.kind == "weight"]
     return [losses, norms, gradients, weights]
 

@@ -2,27 +2,20 @@
 
 from __future__ import annotations
 
-import importlib
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 import click
 
 from hpctrain import __version__
+from hpctrain.cli.groups import Lazy, LazyGroup
 from hpctrain.errors import HpctrainError, os_sentence
 
 INTERRUPTED = 130
 """Exit status after Ctrl-C, as shells report it."""
 
-
-class Lazy(NamedTuple):
-    """A command that is not imported yet: `module:attribute`, and the line that help shows for it."""
-
-    target: str
-    help: str
-
-
 COMMANDS = {
     "train": Lazy("hpctrain.cli.train:train", "Train a recipe on the ranks it asks for."),
+    "finetune": Lazy("hpctrain.cli.finetune:finetune", "Train a recipe from the weights of a checkpoint."),
     "submit": Lazy("hpctrain.cli.submit:submit", "Train a recipe as a job of a Slurm cluster."),
     "jobs": Lazy("hpctrain.cli.jobs:jobs", "List submitted runs, and how their jobs stand."),
     "logs": Lazy("hpctrain.cli.jobs:logs", "Show a run's records, or what a rank printed."),
@@ -34,28 +27,17 @@ COMMANDS = {
     "data": Lazy("hpctrain.cli.data:data", "Build HDF5 corpora from text, and look at them."),
     "ckpt": Lazy("hpctrain.cli.ckpt:ckpt", "List, verify and show checkpoints."),
     "plan": Lazy("hpctrain.cli.plan:plan", "See what a layout costs before anything runs."),
+    "memory": Lazy("hpctrain.cli.memory:memory", "See what a rank holds in each phase of a step."),
+    "scale": Lazy("hpctrain.cli.scale:scale", "Scaling studies: run, predict, see what stops the curve."),
+    "topo": Lazy("hpctrain.cli.topo:topo", "See nodes, NICs and switches, and which rank goes where."),
+    "bench": Lazy("hpctrain.cli.bench:bench", "Test the fabric: collectives, pairs, who is slow, is it worse."),
     "lab": Lazy("hpctrain.cli.lab:lab", "Bring up a private Slurm on this machine, and take it down."),
     "doctor": Lazy("hpctrain.cli.doctor:doctor", "Check this machine and what is installed on it."),
 }
 
 
-class LazyGroup(click.Group):
-    """A group whose commands are named in `COMMANDS`, and the one place where errors become exit codes."""
-
-    def list_commands(self, ctx: click.Context) -> list[str]:
-        return list(COMMANDS)
-
-    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        if cmd_name not in COMMANDS:
-            return None
-        module, _, attribute = COMMANDS[cmd_name].target.partition(":")
-        command = getattr(importlib.import_module(module), attribute)
-        assert isinstance(command, click.Command), command
-        return command
-
-    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        with formatter.section("Commands"):
-            formatter.write_dl([(name, lazy.help) for name, lazy in COMMANDS.items()])
+class Main(LazyGroup):
+    """The group of all commands, and the one place where errors become exit codes."""
 
     def invoke(self, ctx: click.Context) -> Any:
         try:
@@ -76,7 +58,7 @@ def _stop(ctx: click.Context, sentence: str, code: int) -> NoReturn:
     ctx.exit(code)
 
 
-@click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
+@click.group(cls=Main, lazy=COMMANDS, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__, prog_name="hpctrain")
 def main() -> None:
     """Train transformers that do not fit, in memory or in time, on one GPU.

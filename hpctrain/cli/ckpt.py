@@ -1,4 +1,5 @@
-"""`hpctrain ckpt`: look at the checkpoints of a run, and prove them. Needs no torch and no other ranks."""
+"""`hpctrain ckpt`: look at the checkpoints of a run, prove them, and merge adapters into a model. Needs no other ranks,
+and but for the last no torch."""
 
 from __future__ import annotations
 
@@ -19,6 +20,7 @@ from hpctrain.checkpoint.catalog import ls as listings
 from hpctrain.checkpoint.read import CheckpointReader
 from hpctrain.checkpoint.verify import Verdict
 from hpctrain.checkpoint.verify import verify as judge
+from hpctrain.cli.groups import Group
 from hpctrain.cli.tables import whole_lines
 from hpctrain.errors import CheckpointError
 from hpctrain.sharding.state import WEIGHT
@@ -27,9 +29,9 @@ PATH = click.argument("path", type=click.Path(path_type=Path))
 JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
 
 
-@click.group()
+@click.group(cls=Group)
 def ckpt() -> None:
-    """List, verify and show checkpoints.
+    """List, verify, show and merge checkpoints.
 
     PATH is a run folder, its folder of checkpoints, or one checkpoint in it.
     """
@@ -125,6 +127,23 @@ def show(path: Path, as_json: bool) -> None:
     for t in tensors:
         table.add_row(*(str(t[column]) for column in ("name", "kind", "shape", "dtype", "pieces")))
     whole_lines(sys.stdout).print(facts, table)
+
+
+@ckpt.command()
+@PATH
+@click.argument("out", type=click.Path(path_type=Path))
+@click.option("--base", type=click.Path(path_type=Path), help="What they were trained over, if it was moved.")
+def merge(path: Path, out: Path, base: Path | None) -> None:
+    """Merge adapters into the weights that they were trained over, as the run folder OUT.
+
+    It holds weights alone, for generate, and for finetune to start from.
+
+    Example: hpctrain ckpt merge runs/mine runs/merged
+    """
+    from hpctrain.train.merge import merge as made
+
+    report = made(path, out, base)
+    click.echo(f"{report.path} ({_size(report.bytes)})")
 
 
 def _there(path: Path, found: list[Any]) -> list[Any]:

@@ -6,7 +6,9 @@ import json
 
 import click
 
-from hpctrain.config.keys import keys
+from hpctrain.cli.groups import Group
+from hpctrain.cli.overrides import overrides_argument
+from hpctrain.config.keys import as_written, keys
 from hpctrain.config.load import description, dump, load, recipes
 from hpctrain.config.schema import RunConfig
 from hpctrain.config.validate import validate
@@ -16,14 +18,14 @@ from hpctrain.layout.parameters import active, parameter_specs
 JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 
 
-@click.group()
+@click.group(cls=Group)
 def config() -> None:
     """Show recipes, and what every setting means."""
 
 
 @config.command(epilog="\b\nExample:  hpctrain config show gpt-tiny parallel.tp=1")
 @click.argument("recipe")
-@click.argument("overrides", metavar="[KEY=VALUE]...", nargs=-1)
+@overrides_argument()
 @JSON
 def show(recipe: str, overrides: tuple[str, ...], as_json: bool) -> None:
     """Print the whole configuration that RECIPE and overrides stand for.
@@ -60,7 +62,7 @@ def schema(as_json: bool) -> None:
         if key.kind == "section":
             click.echo(f"\n# {key.path}: {key.description}")
         else:
-            click.echo(f"{key.path}={_plain(key.default)}")
+            click.echo(f"{key.path}={as_written(key.default)}")
             click.echo("    " + f"{key.allowed.removeprefix('must be ')}. {key.description}".strip())
 
 
@@ -79,13 +81,6 @@ def _lacks(name: str) -> str:
     except ConfigError as error:
         return error.path
     return ""
-
-
-def _plain(value: object) -> str:
-    """A value as it is written on the command line."""
-    if value is None:
-        return "null"
-    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def _short(count: int) -> str:

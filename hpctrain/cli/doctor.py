@@ -2,27 +2,16 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
-import platform
-import shutil
 import sys
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import click
 
+from hpctrain.cli.machine import machine
 from hpctrain.cli.tables import whole_lines
-
-
-@dataclass(frozen=True)
-class Fact:
-    """One thing a machine may have, what was found, and what its absence costs (empty where it is there)."""
-
-    name: str
-    found: str
-    costs: str = ""
 
 
 @click.command(epilog="Example: hpctrain doctor --build-ops fused_adam cpu_adam")
@@ -60,28 +49,6 @@ def doctor(
         _show(report)
     if any(not build["ok"] for build in report.get("builds", [])):
         ctx.exit(1)
-
-
-def machine() -> list[Fact]:
-    """Python, torch and what connects ranks."""
-    import torch
-    import torch.distributed as dist
-
-    cuda = torch.cuda.is_available()
-    devices = f"{torch.cuda.device_count()} x {torch.cuda.get_device_name(0)}" if cuda else "no device"
-    nccl = "none"
-    if cuda and dist.is_nccl_available():
-        nccl = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
-    mpi = importlib.util.find_spec("mpi4py") is not None and any(map(shutil.which, ("mpirun", "mpiexec")))
-    compiler = shutil.which("c++") or ""
-    return [
-        Fact("python", platform.python_version()),
-        Fact("torch", str(torch.__version__)),
-        Fact("CUDA", devices, "" if cuda else "ranks run on the CPU"),
-        Fact("NCCL", nccl, "" if nccl != "none" else "ranks talk over gloo"),
-        Fact("MPI", "mpi4py and mpirun" if mpi else "none", "" if mpi else "ranks find each other over TCP"),
-        Fact("C++ compiler", compiler or "none", "" if compiler else "ops cannot be built"),
-    ]
 
 
 def _build(names: list[str], folder: Path, timeout: float, quiet: bool) -> list[Any]:

@@ -8,10 +8,12 @@ from pathlib import Path
 
 import click
 
+from hpctrain.cli.overrides import overrides_argument
+
 
 @click.command(epilog='Example: hpctrain generate runs/gpt-tiny --prompt "def main(" parallel.tp=1')
 @click.argument("run", type=click.Path(path_type=Path))
-@click.argument("overrides", metavar="[KEY=VALUE]...", nargs=-1)
+@overrides_argument()
 @click.option("--prompt", default="", help="Text to continue.")
 @click.option("--tokens", type=click.IntRange(1), default=200, show_default=True, help="Longest continuation.")
 @click.option("--temperature", type=click.FloatRange(0), default=0.8, show_default=True, help="0 takes the likeliest.")
@@ -35,7 +37,7 @@ def generate(
         raise CheckpointError(f"{run} is not a run folder (no config.yaml): give the folder that training named.")
     from hpctrain.config.schema import RunConfig
     from hpctrain.config.validate import validate
-    from hpctrain.launch.local import run_local
+    from hpctrain.launch.local.run import run_local
     from hpctrain.train.generate import Sampling, generate_main
 
     config = load(path, overrides)

@@ -15,8 +15,8 @@ from hpctrain.cli.tables import columns
 from hpctrain.errors import LaunchError
 
 if TYPE_CHECKING:
-    from hpctrain.launch.jobs import Job
-    from hpctrain.launch.state import JobState
+    from hpctrain.launch.slurm.jobs import Job
+    from hpctrain.launch.slurm.state import JobState
 
 FOLDER = click.option(
     "--folder", type=click.Path(path_type=Path), default=Path("runs"), show_default=True, help="Where runs are."
@@ -29,7 +29,7 @@ POLL_S = 0.5
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def jobs(folder: Path, as_json: bool) -> None:
     """List submitted runs, the latest last, with the state of their jobs and the last step that was recorded."""
-    from hpctrain.launch.jobs import runs, states
+    from hpctrain.launch.slurm.jobs import runs, states
 
     found = list(runs(folder))
     ids = [job_id for _, job in found for job_id in job.ids]
@@ -73,7 +73,7 @@ def _last_step(run: Path) -> int | None:
 @FOLDER
 def logs(what: str, follow: bool, rank: int | None, folder: Path) -> None:
     """Show how a run trains: its records, or what one of its ranks printed."""
-    from hpctrain.launch.jobs import locate
+    from hpctrain.launch.slurm.jobs import locate
     from hpctrain.telemetry.sinks import METRICS_FILE
 
     own = next((run for run in (Path(what), folder / what) if (run / METRICS_FILE).exists()), None)
@@ -97,8 +97,8 @@ def _show_so_far(run: Path) -> None:
 
 
 def _show_failures(run: Path) -> None:
-    from hpctrain.launch.client import has_slurm
-    from hpctrain.launch.jobs import Job, states
+    from hpctrain.launch.slurm.client import has_slurm
+    from hpctrain.launch.slurm.jobs import Job, states
 
     job = Job.read(run)
     if job is not None and has_slurm():
@@ -115,7 +115,7 @@ def _complete(run: Path) -> bool:
 
 def _one(run: Path, job: Job) -> tuple[Path, Job]:
     """Refuse the folder of a sweep."""
-    from hpctrain.launch.jobs import is_sweep
+    from hpctrain.launch.slurm.jobs import is_sweep
 
     if is_sweep(run):
         raise LaunchError(f"{run} is a sweep: name one of its runs, which hpctrain jobs lists.")
@@ -132,7 +132,7 @@ def _steps(run: Path) -> int | None:
 
 def show_records(run: Path, job: Job, steps: int | None) -> list[JobState]:
     """Show a run's records until its jobs have ended. Returns how they did."""
-    from hpctrain.launch.jobs import Watch
+    from hpctrain.launch.slurm.jobs import Watch
 
     watch = Watch(job.ids)
     _print_records(run, watch.ended, steps)
@@ -143,7 +143,7 @@ def show_records(run: Path, job: Job, steps: int | None) -> list[JobState]:
 
 def _show_end(job: Job, state: JobState) -> None:
     """How a job ended and, if not well, what its logs say about it."""
-    from hpctrain.launch.postmortem import reasons
+    from hpctrain.launch.submit.postmortem import reasons
 
     click.echo(str(state), err=True)
     if state.ended and not state.good:
@@ -164,7 +164,7 @@ def _print_records(run: Path, stop: Callable[[], bool], steps: int | None) -> No
 
 
 def _show_rank(job: Job, rank: int, follow: bool) -> None:
-    from hpctrain.launch.jobs import Watch
+    from hpctrain.launch.slurm.jobs import Watch
 
     paths = [job.logs / job_id / f"rank-{rank}.log" for job_id in job.ids]
     stop = Watch(job.ids).ended if follow else lambda: True
@@ -203,8 +203,8 @@ def _grown(paths: list[Path], stop: Callable[[], bool]) -> Iterator[str]:
 @FOLDER
 def cancel(what: str, folder: Path) -> None:
     """End the jobs of a run, those of a chain that still wait included. Its checkpoints stay."""
-    from hpctrain.launch.jobs import cancel as end
-    from hpctrain.launch.jobs import is_sweep, locate, states, whole
+    from hpctrain.launch.slurm.jobs import cancel as end
+    from hpctrain.launch.slurm.jobs import is_sweep, locate, states, whole
 
     run, job = locate(what, folder)
     running = [state.id for state in states(job.ids).values() if not state.ended]
@@ -219,8 +219,8 @@ def cancel(what: str, folder: Path) -> None:
 @FOLDER
 def requeue(what: str, folder: Path) -> None:
     """Have the job of a run start anew, under the same id, from the newest checkpoint."""
-    from hpctrain.launch.jobs import locate, states
-    from hpctrain.launch.jobs import requeue as again
+    from hpctrain.launch.slurm.jobs import locate, states
+    from hpctrain.launch.slurm.jobs import requeue as again
 
     run, job = _one(*locate(what, folder))
     known = states(job.ids)

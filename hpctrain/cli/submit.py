@@ -10,14 +10,16 @@ from typing import TYPE_CHECKING
 
 import click
 
+from hpctrain.cli.overrides import overrides_argument
 from hpctrain.cli.tables import columns
 from hpctrain.errors import ConfigError, LaunchError
 
 if TYPE_CHECKING:
     from hpctrain.config.schema import RunConfig
-    from hpctrain.launch.jobs import Job
-    from hpctrain.launch.slurm import Request
-    from hpctrain.launch.state import JobState
+    from hpctrain.launch.slurm.jobs import Job
+    from hpctrain.launch.slurm.profile import Profile
+    from hpctrain.launch.slurm.state import JobState
+    from hpctrain.launch.submit.send import Request
 
 RANKS_SHOWN = 32
 """Above that, the plan has one line a node."""
@@ -25,13 +27,14 @@ RANKS_SHOWN = 32
 
 @click.command(epilog="\b\nExample:  hpctrain submit gpt-tiny cluster.nodes=2 cluster.gpus_per_node=2 --dry-run")
 @click.argument("recipe")
-@click.argument("overrides", metavar="[KEY=VALUE]...", nargs=-1)
+@overrides_argument()
 @click.option("--dry-run", is_flag=True, help="Print the batch script and where each rank goes; queue nothing.")
 @click.option("--profile", metavar="NAME|FILE", help="Site profile.  [default: cluster.profile]")
 @click.option("--partition", help="Where the job goes, over the profile.")
 @click.option("--account", help="Who pays, over the profile.")
 @click.option("--qos", help="Quality of service, over the profile.")
 @click.option("--time", "time_limit", metavar="TIME", help="Time limit as Slurm writes it, over the profile.")
+@click.option("--health", is_flag=True, help="Measure nodes and links first, and leave out slow ones.")
 @click.option("--array", "axes", metavar="KEY=V1,V2", multiple=True, help="Sweep as a job array; again for products.")
 @click.option("--chain", type=click.IntRange(1, 1000), default=1, help="Jobs in a row that continue the same run.")
 @click.option("--wait", is_flag=True, help="Return when the job has ended, with its success as exit status.")
@@ -46,6 +49,7 @@ def submit(
     account: str | None,
     qos: str | None,
     time_limit: str | None,
+    health: bool,
     axes: tuple[str, ...],
     chain: int,
     wait: bool,
@@ -57,11 +61,11 @@ def submit(
     What can be known to fail is refused before anything is queued. Where there is no Slurm it trains on this
     machine, as `hpctrain train` does.
     """
-    from hpctrain.launch import client
-    from hpctrain.launch.profile import check_lead, check_time, site
-    from hpctrain.launch.sbatch import Options
-    from hpctrain.launch.slurm import Request
-    from hpctrain.launch.sweep import anchored, sweep
+    from hpctrain.launch.slurm import client
+    from hpctrain.launch.slurm.profile import check_lead, check_time, healthy, site
+    from hpctrain.launch.submit.sbatch import Options
+    from hpctrain.launch.submit.send import Request
+    from hpctrain.launch.submit.sweep import anchored, sweep
     from hpctrain.train.run import rank_main
 
     if profile:
@@ -72,7 +76,7 @@ def submit(
         configs=configs,
         entries=tuple((rank_main, (config.model_dump(mode="json"), False)) for config in configs),
         home=home,
-        site=site(configs[0].cluster.profile),
+        site=healthy(site(configs[0].cluster.profile), configs[0], health),
         options=Options(partition, account, check_time(time_limit) if time_limit else None, qos, len(axes and configs)),
         chain=chain,
     )
@@ -82,11 +86,11 @@ def submit(
     if dry_run:
         _show_plan(request, as_json)
     for config in configs:
-        _check(config)
+        _check(config, request.site.profile)
     if dry_run:
         return
     if not client.has_slurm():
-        _here(request, as_json)
+        _here(request, health, as_json)
         return
     _queue(request, wait, follow, as_json)
 
@@ -97,35 +101,57 @@ def _load(recipe: str, overrides: tuple[str, ...]) -> RunConfig:
     return load(recipe, overrides)
 
 
-def _check(config: RunConfig) -> None:
-    from hpctrain.train.preflight import preflight
+def _check(config: RunConfig, profile: Profile) -> None:
+    from hpctrain.launch.slurm.profile import node_memory
+    from hpctrain.train.preflight import check_node, preflight
 
     preflight(config, config.cluster.nodes * config.cluster.gpus_per_node)
+    if memory := node_memory(profile):
+        check_node(config, memory, profile.gpus != "none")
 
 
 def _show_plan(request: Request, as_json: bool) -> None:
-    from hpctrain.launch import snapshot
-    from hpctrain.launch.plan import rank_plan, summary
-    from hpctrain.launch.slurm import folders, script
+    from hpctrain.launch.place.jobplan import foreseen
+    from hpctrain.launch.place.plan import known_rows, rank_plan, rows, summary
+    from hpctrain.launch.place.tablefile import by_link
+    from hpctrain.launch.slurm import client
+    from hpctrain.launch.submit import snapshot
+    from hpctrain.launch.submit.lint import lint
+    from hpctrain.launch.submit.send import folders, script
 
-    places = rank_plan(request.configs[0])
+    asks = request.site.profile.fabric == "slurm" and client.has_slurm()
+    table = foreseen(request.configs[0], request.site, client.topology_text() if asks else "")
+    places = table if table is not None else rank_plan(request.configs[0])
+    listed = known_rows(table) if table is not None else rows(places)
     text = script(request, folders(request, "STAMP", snapshot.checkout() is not None))
+    for said in lint(text):
+        click.echo(f"warning: {said}", err=True)
     if as_json:
         runs = [str(config.run_folder) for config in request.configs]
-        click.echo(json.dumps({"script": text, "runs": runs, "ranks": [place.plain() for place in places]}, indent=2))
+        found = {"bytes": by_link(table), "problems": list(table.problems)} if table is not None else {}
+        click.echo(json.dumps({"script": text, "runs": runs, "ranks": listed, **found}, indent=2))
         return
     click.echo(text)
-    for line in columns(summary(places) if len(places) > RANKS_SHOWN else [place.plain() for place in places]):
+    for line in columns(summary(places) if len(places) > RANKS_SHOWN else listed):
         click.echo(line)
+    if table is not None:
+        click.echo("")
+        for line in columns([{k: f"{v:.3g}" if k != "link" else v for k, v in row.items()} for row in by_link(table)]):
+            click.echo(line)
+        click.echo("bytes of all ranks in a step, by link; as if the job had the first nodes of the fabric")
     for config in request.configs:
         click.echo(f"run folder {config.run_folder}")
 
 
-def _here(request: Request, as_json: bool) -> None:
+def _here(request: Request, health: bool, as_json: bool) -> None:
     """Without Slurm: on this machine, through the local executor."""
     from hpctrain.cli.train import on_this_machine
 
-    for flag, value in (("--chain", request.chain if request.chain > 1 else None), ("--json", as_json or None)):
+    for flag, value in (
+        ("--chain", request.chain if request.chain > 1 else None),
+        ("--health", health or None),
+        ("--json", as_json or None),
+    ):
         if value is not None:
             raise ConfigError(flag, value, "there is no Slurm here: no sbatch on PATH", "leave it out")
     options = request.options
@@ -140,9 +166,9 @@ def _here(request: Request, as_json: bool) -> None:
 
 
 def _queue(request: Request, wait: bool, follow: bool, as_json: bool) -> None:
-    from hpctrain.launch.client import SlurmError
-    from hpctrain.launch.jobs import first_states
-    from hpctrain.launch.slurm import submit as send
+    from hpctrain.launch.slurm.client import SlurmError
+    from hpctrain.launch.slurm.jobs import first_states
+    from hpctrain.launch.submit.send import submit as send
 
     jobs = send(request, lambda text: click.echo(f"warning: {text}", err=True))
     folders = [config.run_folder for config in request.configs]
@@ -171,7 +197,7 @@ def _stay(request: Request, jobs: list[Job], wait: bool, follow: bool) -> None:
 
         ended = show_records(request.home, jobs[0], request.configs[0].train.steps)
     elif wait:
-        from hpctrain.launch.jobs import wait as wait_for
+        from hpctrain.launch.slurm.jobs import wait as wait_for
 
         ended = wait_for([job_id for job in jobs for job_id in job.ids])
     else:

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from rich.text import Text
 
+from hpctrain.files import write_picture
 from hpctrain.layout.actions import Kind, Schedule
 from hpctrain.layout.timeline import Span, Timeline
 
@@ -108,7 +109,7 @@ def _legend(schedule: Schedule) -> str:
 
 
 def picture(schedule: Schedule, timeline: Timeline, title: str, path: Path) -> None:
-    """Draw a timeline as a PNG: time to the right, a row a rank, lighter where the chunk is a later one."""
+    """Draw a timeline, as the suffix of the file says: time to the right, a row a rank, later chunks lighter."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
@@ -132,7 +133,7 @@ def picture(schedule: Schedule, timeline: Timeline, title: str, path: Path) -> N
     axes.legend(handles=handles, loc="upper center", bbox_to_anchor=(0.5, -0.15), ncols=4, frameon=False)
     axes.set(title=title, xlabel="time", xlim=(0, timeline.end), ylim=(schedule.stages - 0.4, -0.6))
     axes.set_yticks(range(schedule.stages), [f"rank {rank}" for rank in range(schedule.stages)])
-    figure.savefig(path, dpi=120, format="png")
+    write_picture(path, figure)
 
 
 def _by_look(schedule: Schedule, spans: tuple[Span, ...]) -> dict[tuple[Look, float], list[Span]]:

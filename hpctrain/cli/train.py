@@ -10,14 +10,19 @@ from typing import TYPE_CHECKING
 
 import click
 
+from hpctrain.cli import INTERRUPTED
+from hpctrain.cli.overrides import overrides_argument
+
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from hpctrain.config.schema import RunConfig
     from hpctrain.train.run import Summary
 
 
 @click.command(epilog="Example: hpctrain train gpt-tiny name=mine sharding.stage=1 cluster.gpus_per_node=4")
 @click.argument("recipe")
-@click.argument("overrides", metavar="[KEY=VALUE]...", nargs=-1)
+@overrides_argument()
 def train(recipe: str, overrides: tuple[str, ...]) -> None:
     """Train RECIPE, a name from `hpctrain config list` or a YAML file.
 
@@ -25,18 +30,19 @@ def train(recipe: str, overrides: tuple[str, ...]) -> None:
     their ranks. A run lives in folder/name and is continued if it has a checkpoint there; name=OTHER begins another.
     """
     from hpctrain.config.load import load
-    from hpctrain.launch.identity import detect
+    from hpctrain.launch.life.identity import detect
 
     config = load(recipe, overrides)
     identity = detect(os.environ)
     if identity is not None:
-        _as_rank(config.model_dump(mode="json"), identity.rank)
+        as_rank(config.model_dump(mode="json"), identity.rank)
     else:
         on_this_machine(config)
 
 
-def _as_rank(settings: dict[str, object], rank: int) -> None:
-    from hpctrain.launch.rank import run_rank
+def as_rank(settings: dict[str, object], rank: int) -> None:
+    """Train as one of the ranks that a launcher has started."""
+    from hpctrain.launch.rank.body import run_rank
     from hpctrain.train.run import rank_main
 
     summary = run_rank(rank_main, (settings, True))
@@ -46,11 +52,11 @@ def _as_rank(settings: dict[str, object], rank: int) -> None:
 
 def on_this_machine(config: RunConfig) -> None:
     """Train with the ranks of one node, here, and show it."""
-    from hpctrain.errors import ConfigError
-    from hpctrain.launch.local import run_local
+    from hpctrain.errors import ConfigError, os_sentence
+    from hpctrain.launch.local.run import run_local
     from hpctrain.telemetry.console import ConsoleView, follow
     from hpctrain.telemetry.sinks import METRICS_FILE
-    from hpctrain.train.preflight import preflight
+    from hpctrain.train.preflight import check_folder, check_here, preflight
     from hpctrain.train.run import rank_main
 
     if config.cluster.nodes > 1:
@@ -58,9 +64,22 @@ def on_this_machine(config: RunConfig) -> None:
             "cluster.nodes", config.cluster.nodes, "this command starts ranks on one machine",
             "set cluster.nodes=1, or start it on every node with srun or torchrun",
         )  # fmt: skip
+    for name in ("health", "spares"):
+        if value := getattr(config.cluster, name):
+            raise ConfigError(
+                f"cluster.{name}", value, "this is for jobs of Slurm", "leave it out, or use hpctrain submit"
+            )
     world = config.cluster.gpus_per_node
     preflight(config, world)
-    config.run_folder.mkdir(parents=True, exist_ok=True)
+    check_here(config, world)
+    check_folder(config)
+    try:
+        config.run_folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        if os_sentence(error) is not None:
+            raise
+        reason = f"the run folder cannot be made there ({error.strerror})"
+        raise ConfigError("folder", str(config.folder), reason, "use another folder") from None
     print(f"run folder {config.run_folder}", flush=True)
     view, done, began = ConsoleView(config.train.steps, sys.stdout), threading.Event(), time.time()
 
@@ -74,14 +93,34 @@ def on_this_machine(config: RunConfig) -> None:
 
     viewer = threading.Thread(target=show, daemon=True)
     viewer.start()
+    left: list[Summary | None] = []
     try:
         settings = config.model_dump(mode="json")
-        summaries = run_local(rank_main, (settings, False), world, config.run_folder, threads=config.cluster.threads)
+        threads = config.cluster.threads
+        left = run_local(rank_main, (settings, False), world, config.run_folder, threads, when_asked=left.extend)
+    except (KeyboardInterrupt, SystemExit) as asked:
+        code = INTERRUPTED if isinstance(asked, KeyboardInterrupt) else asked.code
+    else:
+        code = None
     finally:
         done.set()
         viewer.join(5)
         view.close()
-    _show(summaries[0])
+    if left and left[0] is not None:
+        _show(left[0])
+    else:
+        print(_nothing_saved(config.run_folder))
+    if code is not None:
+        sys.exit(code)
+
+
+def _nothing_saved(folder: Path) -> str:
+    """Of a life that was ended before it could save."""
+    from hpctrain.checkpoint.catalog import candidates
+
+    newest = next(iter(candidates(folder)), None)
+    start = f"goes on from {newest}" if newest else "begins anew"
+    return f"stopped before a step was saved; the same command {start}"
 
 
 def _iso(seconds: float) -> str:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from hpctrain.cli.overrides import overrides_argument
 from hpctrain.cli.tables import columns, whole_lines
 from hpctrain.errors import ConfigError, TrainError
 
@@ -26,7 +27,7 @@ class LayoutsDiffer(TrainError):
 
 @click.command(epilog=f"\b\nExample:  {EXAMPLE}")
 @click.argument("recipe")
-@click.argument("overrides", metavar="[KEY=VALUE]...", nargs=-1)
+@overrides_argument()
 @click.option("--layouts", required=True, help="Settings with commas between, layouts with semicolons.")
 @click.option("--steps", type=click.IntRange(1, 1000), default=3, show_default=True, help="Optimizer steps.")
 @click.option(
@@ -55,10 +56,11 @@ def verify(
 ) -> None:
     """Train RECIPE for a few steps under each layout, and hold it against one process in float64.
 
-    Bare names in --layouts mean parallel.*; dp is the number of data-parallel ranks. Compared are the loss and the
-    gradient's norm of each step, every gradient of the first step, and every weight after the last, on random tokens
-    with unequal masks. Ranks run on this machine's CPUs; with --slurm where jobs run, on GPUs where they are. The
-    status is 1 if any layout differs by more than rounding explains, or does not run.
+    Bare names in --layouts mean parallel.*; dp is the number of data-parallel ranks, by default 1 or what ep needs.
+    What changes the result, such as model.layers, holds for that one process too.
+    Compared are the loss and the gradient's norm of each step, every gradient of the first step, and every weight
+    after the last, on random tokens with unequal masks. Ranks run on this machine's CPUs; with --slurm where jobs run,
+    on GPUs where they are. The status is 1 if any layout differs by more than rounding explains, or does not run.
     """
     from hpctrain.verify.cases import cases
     from hpctrain.verify.judge import Judge, Local
@@ -66,9 +68,9 @@ def verify(
     if profile:
         overrides = (*overrides, f"cluster.profile={profile}")
     found = cases(layouts, recipe, overrides, steps, dtype)
-    with_deepspeed = any(case.config.engine == "deepspeed" and not case.refused for case in found)
+    engines = {case.config.engine for case in found if not case.refused}
     with ExitStack() as stack:
-        local = stack.enter_context(Local(with_deepspeed))
+        local = stack.enter_context(Local(engines))
         status = stack.enter_context(_status(as_json))
 
         def begin(case: Any) -> None:
@@ -99,9 +101,9 @@ def _queue(
 ) -> tuple[tuple[Case, ...], Jobs]:
     """The cases as jobs."""
     from hpctrain.config.load import load
-    from hpctrain.launch import client
-    from hpctrain.launch.profile import site
-    from hpctrain.launch.sbatch import Options
+    from hpctrain.launch.slurm import client
+    from hpctrain.launch.slurm.profile import site
+    from hpctrain.launch.submit.sbatch import Options
     from hpctrain.verify.jobs import Jobs, spread
 
     if not client.has_slurm():
@@ -133,14 +135,13 @@ def _show(verdicts: Sequence[Verdict]) -> None:
 
 def _row(verdict: Verdict) -> dict[str, object]:
     found, config = verdict.found, verdict.case.config
-    engine = config.engine if config.engine == "none" else f"{config.engine}-{config.sharding.stage}"
-    cells: dict[str, object] = {"layout": verdict.case.text, "ranks": verdict.case.world, "engine": engine}
+    cells: dict[str, object] = {"layout": verdict.case.text, "ranks": verdict.case.world, "engine": config.engine_name}
     cells["dtype"] = config.train.precision
     for kind in ("loss", "norm"):
         cells[kind] = f"{found[kind].worst:.1e}" if found else ""
     for kind in ("gradient", "weight"):
         cells[f"worst {kind}"] = f"{found[kind].worst:.1e} {found[kind].where}" if found else ""
-    cells["verdict"] = "ok" if verdict.good else "DIFFERS" if found else "did not run"
+    cells["verdict"] = verdict.word
     return cells
 
 
@@ -149,6 +150,9 @@ def _notes(verdicts: Sequence[Verdict]) -> Iterator[str]:
     yield "Differences are shares: of the loss, of the norm, of the largest value of the gradient named, of the way"
     yield "that training moved the weight named. Allowed are"
     yield from sorted({f"  {verdict.why}" for verdict in verdicts if verdict.why})
+    for verdict in verdicts:
+        if verdict.case.shared and verdict.found:
+            yield f"{verdict.case.text}: the process it is held against has {' and '.join(verdict.case.shared)} too"
     for verdict in verdicts:
         if verdict.error:
             yield f"{verdict.case.text}: {verdict.error}"

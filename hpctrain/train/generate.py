@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,10 +14,11 @@ from torch import Tensor
 
 from hpctrain.checkpoint.collective import find
 from hpctrain.config.schema import RunConfig
-from hpctrain.data.tokenizer import tokenizer_of
-from hpctrain.errors import CheckpointError
-from hpctrain.launch.bootstrap import process_group
-from hpctrain.launch.identity import ALONE, detect
+from hpctrain.data.corpus import Corpus
+from hpctrain.data.tokenizer import TOKENIZER_FILE, tokenizer_of
+from hpctrain.errors import CheckpointError, DataError
+from hpctrain.launch.life.identity import ALONE, detect
+from hpctrain.launch.rank.bootstrap import process_group
 from hpctrain.layout.layout import Layout, split
 from hpctrain.layout.parameters import saved_shapes
 from hpctrain.layout.placement import replica_groups
@@ -25,9 +28,11 @@ from hpctrain.model.transformer import Transformer
 from hpctrain.parallel.comm import Axis, all_gather
 from hpctrain.parallel.mesh import Mesh, build_mesh
 from hpctrain.parallel.parallelize import Records, build_model
+from hpctrain.sharding.frozen import load_packed
 from hpctrain.sharding.routers import load_biases
 from hpctrain.sharding.state import WEIGHT, StateReader, region
-from hpctrain.train.progress import check_model
+from hpctrain.train.base import TrainedAdapters, open_base
+from hpctrain.train.preflight import check_model
 
 
 @dataclass(frozen=True)
@@ -67,15 +72,28 @@ def generate_main(settings: dict[str, Any], run: Path, prompt: str, sampling: Sa
         found = find(run, mesh.world)
         if found is None:
             raise CheckpointError(f"{run} holds no checkpoint: train first, or give another run folder.")
-        check_model(config, found)
+        check_model(config, found.path, found.extra, "leave it as it was: a checkpoint has one model")
         found.reader.expect(saved_shapes(config.model))
         corpus = found.extra["corpus"]
-        tokenizer = tokenizer_of(corpus["tokenizer"], corpus["tokenizer_sha256"])
+        tokenizer = tokenizer_of(corpus["tokenizer"], corpus["tokenizer_sha256"], _tokenizer_files(config, run))
         model, records = build_model(config, mesh)
-        load_weights(model, records, found.reader)
+        reader: StateReader = found.reader
+        if config.model.adapter is not None:
+            reader = TrainedAdapters(found.reader, open_base(config, mesh.world, found).reader, config)
+        load_weights(model, records, reader)
         ids = tokenizer.encode(prompt.encode(errors="surrogateescape")).tolist() or [tokenizer.end_of_document]
         text = tokenizer.decode(sample(model.eval(), mesh, ids, sampling, stop=tokenizer.end_of_document))
         return text, found.step
+
+
+def _tokenizer_files(config: RunConfig, run: Path) -> Iterator[bytes]:
+    """Contents of what may be the tokenizer.json: that of the run folder, then those in its corpora."""
+    for folder in (run, *run.parents[:2]):  # a checkpoint lies two folders down
+        if (folder / TOKENIZER_FILE).is_file():
+            yield (folder / TOKENIZER_FILE).read_bytes()
+    for path in config.data.blend or (config.data.corpus,):
+        with suppress(DataError):
+            yield Corpus.open(path).tokenizer_json
 
 
 def load_weights(model: Transformer, records: Records, reader: StateReader) -> None:
@@ -84,6 +102,7 @@ def load_weights(model: Transformer, records: Records, reader: StateReader) -> N
     for name, p in model.named_parameters():
         for box in records[name].boxes:
             region(p.data, box).copy_(reader.read(name, WEIGHT, box.start, box.shape))
+    load_packed([model], reader, next(model.parameters()).device)
 
 
 @torch.no_grad()

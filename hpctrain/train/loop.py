@@ -11,7 +11,7 @@ import torch
 from hpctrain.config.schema import RunConfig
 from hpctrain.data.prefetch import Prefetch
 from hpctrain.errors import TrainError
-from hpctrain.launch.stop import StopRequest
+from hpctrain.launch.life.stop import StopRequest
 from hpctrain.model.batch import Batch
 from hpctrain.parallel.comm import all_reduce, gather_objects
 from hpctrain.parallel.pipeline import Pipeline
@@ -19,7 +19,7 @@ from hpctrain.sharding.engine import Engine, StepResult
 from hpctrain.telemetry.memory import peak_memory
 from hpctrain.telemetry.metrics import EvalMetrics, StepMetrics, StepTime, event
 from hpctrain.telemetry.sinks import Sinks
-from hpctrain.train.progress import Progress, engine_name, save_checkpoint
+from hpctrain.train.progress import Progress, save_checkpoint
 from hpctrain.train.schedule import learning_rate
 from hpctrain.train.session import Session
 
@@ -57,7 +57,16 @@ def train(session: Session, progress: Progress, sinks: Sinks, stop: StopRequest)
     if progress.evaluated < progress.step < settings.steps and _due(progress.step, settings.eval_every):
         evaluate(session, progress, sinks, stop)
         lap.restart()
-    with Prefetch(session.training.stream(progress.samples), config.data.prefetch) as batches:
+    pin = (
+        session.mesh.device.type == "cuda"
+    )  # by the threads that read, so that the copy to the device is all that waits
+    with Prefetch(
+        lambda sample: session.training.batch(sample).pinned() if pin else session.training.batch(sample),
+        progress.samples,
+        settings.global_batch,
+        config.data.prefetch,
+        config.data.workers,
+    ) as batches:
         while progress.step < settings.steps:
             stop.begin_step()
             meter.step = progress.step + 1
@@ -167,13 +176,15 @@ def evaluate(session: Session, progress: Progress, sinks: Sinks, stop: StopReque
         for i in range(rounds):
             if i and _agreed(stop, session):
                 return None
-            micro_batches = data.batch(i * settings.global_batch).split(settings.micro_batch)
+            with mesh.meter.phase("data"):
+                batch = data.batch(i * settings.global_batch)
+            micro_batches = batch.split(settings.micro_batch)
             totals[0] += session.pipeline.evaluate([micro_batch.to(mesh.device) for micro_batch in micro_batches])
             if mesh.pp.index == mesh.pp.size - 1:
                 totals[1] += sum(micro_batch.valid_tokens for micro_batch in micro_batches)
         loss_sum, tokens = all_reduce(totals, mesh.total).tolist()
     loss, seconds = loss_sum / max(tokens, 1), time.perf_counter() - began
-    metrics = EvalMetrics(progress.step, loss, int(tokens), seconds, session.corpus.header.entropy)
+    metrics = EvalMetrics(progress.step, loss, int(tokens), seconds, session.data.entropy)
     sinks.write(metrics.record())
     progress.evaluated = progress.step
     return float(loss)
@@ -213,12 +224,20 @@ class _Lap:
             consumed_tokens=progress.tokens,
             skipped_steps=progress.skipped,
             loss_scale=scale,
-            engine=engine_name(session.config),
+            engine=session.config.engine_name,
             time=times,
             moe=session.engine.routers.report(),
+            data=_epochs(session, progress.samples),
         )
         self.restart()
         return metrics
+
+
+def _epochs(session: Session, samples: int) -> dict[str, float]:
+    """How often each corpus of a blend was read."""
+    if session.data.blend is None:
+        return {}
+    return {f"data/epochs_{n}": round(epochs, 6) for n, epochs in enumerate(session.training.epochs(samples))}
 
 
 def _agreed(stop: StopRequest, session: Session) -> bool:

@@ -7,23 +7,27 @@ import sys
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hpctrain.checkpoint.lock import hold
 from hpctrain.config.load import dump
 from hpctrain.config.schema import RunConfig
 from hpctrain.config.validate import validate
-from hpctrain.launch.bootstrap import process_group
-from hpctrain.launch.identity import ALONE, Identity, detect, slurm_job
-from hpctrain.launch.limit import TimeLimit
-from hpctrain.launch.lives import Life, begin, excused, knock
-from hpctrain.launch.stop import StopRequest
-from hpctrain.launch.succession import WAIT_S, Tenancy
+from hpctrain.data.tokenizer import TOKENIZER_FILE
+from hpctrain.launch.life.identity import ALONE, Identity, detect, slurm_job
+from hpctrain.launch.life.limit import TimeLimit
+from hpctrain.launch.life.lives import Life, begin, excused, knock
+from hpctrain.launch.life.stop import StopRequest
+from hpctrain.launch.life.succession import WAIT_S, Tenancy
+from hpctrain.launch.rank.bootstrap import process_group
 from hpctrain.telemetry.console import ConsoleView
 from hpctrain.telemetry.environment import write_environment
 from hpctrain.telemetry.metrics import event
 from hpctrain.telemetry.report import loss_curve
 from hpctrain.telemetry.sinks import METRICS_FILE, Sinks, open_sinks
+
+if TYPE_CHECKING:
+    from hpctrain.data.dataset import Dataset
 
 
 @dataclass(frozen=True)
@@ -74,9 +78,10 @@ def rank_main(settings: dict[str, Any], console: bool) -> Summary:
     ):
         from hpctrain.parallel.agree import everywhere
         from hpctrain.parallel.comm import Axis, broadcast_object
+        from hpctrain.train.base import in_numbers
         from hpctrain.train.finished import finished
         from hpctrain.train.loop import train
-        from hpctrain.train.progress import differences, in_words, resume
+        from hpctrain.train.progress import differences, engine_in_words, in_words, offload_in_words, resume
         from hpctrain.train.session import open_session
 
         first = identity.rank == 0
@@ -95,13 +100,23 @@ def rank_main(settings: dict[str, Any], console: bool) -> Summary:
         everywhere(lambda: held.enter_context(lock) if first else None, session.mesh.world)
         session.may_save = tenancy.check if first else session.may_save
         progress, found = resume(session)
+        everywhere(lambda: _keep_tokenizer(session.data, folder) if first else None, session.mesh.world)
         before = progress.step
         sinks = everywhere(lambda: _sinks(config, before, console) if first else Sinks([], _warn), session.mesh.world)
         if found is not None:
             sinks.write(event("resume", before, in_words(found, differences(session, found))))
+        if session.base is not None:
+            sinks.write(event("base", before, f"weights {in_words(session.base, iter(()))}"))
+            sinks.write(event("trained", before, in_numbers(config, session.mesh.layout)))
         layout = session.mesh.layout.describe()
         facts = {f"seconds_{phase}": round(seconds, 2) for phase, seconds in world.seconds.items()}
-        sinks.write(event("start", before, f"{layout} on {world.device.type}, in {folder}", **facts))
+        if world.proof:
+            sinks.write(event("proof", before, world.proof))
+        sinks.write(
+            event("start", before, f"{layout}, {engine_in_words(config)}, on {world.device.type}, in {folder}", **facts)
+        )
+        if config.sharding.offload.state and config.engine == "deepspeed":
+            sinks.write(event("offload", before, offload_in_words(session)))
         life = Life(identity.key, before)
         everywhere(lambda: begin(folder, life, restarts) if first else None, session.mesh.world)
         try:
@@ -109,10 +124,16 @@ def rank_main(settings: dict[str, Any], console: bool) -> Summary:
         finally:
             sinks.close()
             session.engine.close()
-        entropy = session.corpus.header.entropy
+        entropy = session.data.entropy
         if first and not ending.stopped:  # else there may be no time for it
             _picture(folder, entropy)
     return Summary(folder, progress.step, progress.step - before, ending.loss, entropy, ending.stopped, stop.outlived)
+
+
+def _keep_tokenizer(data: Dataset, folder: Path) -> None:
+    """Put what gives ids their meaning beside the weights: corpora are moved and deleted."""
+    if text := data.corpora[0].tokenizer_json:
+        (folder / TOKENIZER_FILE).write_bytes(text)
 
 
 def _stop_request(tenancy: Tenancy, identity: Identity) -> StopRequest:

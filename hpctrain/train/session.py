@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
+from hpctrain.checkpoint.collective import Found
 from hpctrain.checkpoint.verify import Verdict
 from hpctrain.config.schema import RunConfig
 from hpctrain.data.batches import Batches
-from hpctrain.data.corpus import Corpus, Split
+from hpctrain.data.dataset import Dataset, batches, open_dataset
 from hpctrain.layout.context import spans
 from hpctrain.layout.layout import Layout
-from hpctrain.layout.memory import check_memory
+from hpctrain.layout.memory import Room, check_memory
 from hpctrain.layout.placement import replica_groups
 from hpctrain.parallel.agree import everywhere
 from hpctrain.parallel.comm import gather_objects
@@ -23,9 +25,8 @@ from hpctrain.parallel.pipeline import Pipeline
 from hpctrain.sharding.build import build_engine, takes_values
 from hpctrain.sharding.engine import Engine
 from hpctrain.telemetry.flops import Throughput, flops_per_token, peak_flops
-from hpctrain.telemetry.memory import available_memory
+from hpctrain.telemetry.memory import available_memory, host_memory
 from hpctrain.telemetry.meter import Meter
-from hpctrain.train.preflight import open_data
 
 
 @dataclass
@@ -39,9 +40,10 @@ class Session:
         pipeline: runs micro-batches through the engine's chunks.
         training: this rank's samples, or its part of them, by global sample count.
         validation: the same of the part kept for it; None where there is none.
-        corpus: what both read.
+        data: what both read.
         throughput: turns step times into rates.
         refused: checkpoints that were stepped over when the run began.
+        base: what a fine-tuning stands on.
         may_save: raises where the run folder is no longer this run's; asked before every save.
     """
 
@@ -51,9 +53,10 @@ class Session:
     pipeline: Pipeline
     training: Batches
     validation: Batches | None
-    corpus: Corpus
+    data: Dataset
     throughput: Throughput
     refused: tuple[Verdict, ...] = ()
+    base: Found | None = None
     may_save: Callable[[], None] = lambda: None
 
 
@@ -81,20 +84,12 @@ def open_session(
     """
     layout = Layout.of(config.parallel, world)
     mesh = build_mesh(layout, device, replica_groups(config.model, layout), timeout_s, meter)
-    corpus, training, validation = everywhere(lambda: open_data(config), mesh.world)
-    check_memory(config, layout, _memory_of_a_rank(mesh, sharing))
+    data = everywhere(lambda: open_dataset(config, cached=True), mesh.world)
+    check_memory(config, layout, _room_of_a_rank(config, mesh, sharing))
 
-    def read(split: Split, seed: int | None) -> Batches:
-        return Batches(
-            split,
-            config.data.seq,
-            seed=seed,
-            global_batch=config.train.global_batch,
-            rank=mesh.dp.index,
-            size=mesh.dp.size,
-            document_mask=config.data.document_mask,
-            spans=spans(config.parallel.cp_method, config.data.seq, mesh.cp.size, mesh.cp.index),
-        )
+    def read(training: bool) -> Batches:
+        kept = spans(config.parallel.cp_method, config.data.seq, mesh.cp.size, mesh.cp.index)
+        return batches(config, data, training, mesh.dp.index, mesh.dp.size, kept)
 
     chunks, records = build_chunks(config, mesh, materialize=takes_values(config))
     engine = build_engine(chunks, records, mesh, config)
@@ -103,17 +98,21 @@ def open_session(
         mesh=mesh,
         engine=engine,
         pipeline=Pipeline(engine, mesh, config),
-        training=read(training, config.train.seed),
-        validation=read(validation, None) if validation else None,
-        corpus=corpus,
+        training=read(True),
+        validation=read(False) if data.validation else None,
+        data=data,
         throughput=_throughput(config, mesh),
     )
 
 
-def _memory_of_a_rank(mesh: Mesh, sharing: int) -> int:
-    """Bytes the rank with the least may use: of its device, or its share of the host's."""
-    available = available_memory(mesh.device).bytes
-    return min(gather_objects(available // (1 if mesh.device.type == "cuda" else sharing), mesh.world))
+def _room_of_a_rank(config: RunConfig, mesh: Mesh, sharing: int) -> Room:
+    """What the rank with the least may use: of its device, and of its share of the host's memory and disk."""
+    apart, offload = mesh.device.type == "cuda", config.sharding.offload
+    host = host_memory().bytes // sharing
+    device = available_memory(mesh.device).bytes if apart else host
+    disk = shutil.disk_usage(offload.folder).free // sharing if offload.on_disk else 0
+    least = [min(of_all) for of_all in zip(*gather_objects((device, host, disk), mesh.world))]
+    return Room(least[0], least[1] if apart else None, least[2] if offload.on_disk else None)
 
 
 def _throughput(config: RunConfig, mesh: Mesh) -> Throughput:

@@ -21,8 +21,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hpctrain.errors import TrainError
 from hpctrain.parallel.precision import COMPUTE
+from hpctrain.verify.cases import CannotJudge
 from hpctrain.verify.trace import Trace
 
 EXACT = 1e-9
@@ -90,7 +90,7 @@ def tolerance(precision: str, measured: Distances | None, idle: Collection[str] 
             gradients are judged.
 
     Raises:
-        TrainError: rounding leaves too little to judge by.
+        CannotJudge: rounding leaves too little to judge by.
     """
     if precision == "float64":
         return Tolerance(lambda kind, where: EXACT, f"float64: only the order of sums may differ, so {EXACT:g}")
@@ -105,7 +105,7 @@ def tolerance(precision: str, measured: Distances | None, idle: Collection[str] 
         usual[kind] = max(statistics.median(those or [0.0]), eps)
         for where, distance in measured[kind].items():
             if not math.isfinite(distance) or (judged(kind, where) and 2 * distance > CEILING):
-                raise TrainError(
+                raise CannotJudge(
                     f"{precision} cannot be judged: in {kind} one process in it is {distance:.1e} away from float64 "
                     f"at {where}, so a layout that is half wrong might pass; use a wider --dtype, or more --steps."
                 )

@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING
 
 from hpctrain.config.schema import RunConfig
 from hpctrain.errors import LaunchError
-from hpctrain.launch.client import SlurmError
-from hpctrain.launch.jobs import Job, cancel, wait
-from hpctrain.launch.postmortem import reasons
-from hpctrain.launch.profile import Site
-from hpctrain.launch.sbatch import Options
-from hpctrain.launch.slurm import Request, submit
+from hpctrain.launch.slurm.client import SlurmError
+from hpctrain.launch.slurm.jobs import Job, cancel, wait
+from hpctrain.launch.slurm.profile import Site
+from hpctrain.launch.submit.postmortem import reasons
+from hpctrain.launch.submit.sbatch import Options
+from hpctrain.launch.submit.send import Request, submit
 from hpctrain.verify.cases import Case
 
 if TYPE_CHECKING:

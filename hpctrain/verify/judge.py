@@ -4,21 +4,24 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import re
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 from hpctrain.config.schema import RunConfig
-from hpctrain.errors import HpctrainError, TrainError
-from hpctrain.launch.zygote import RankFailure, Zygote
+from hpctrain.errors import HpctrainError
+from hpctrain.launch.local.zygote import RankFailure, Zygote
+from hpctrain.layout.memory import MEMORY
 from hpctrain.train.schedule import peak_lr
-from hpctrain.verify.cases import Case
+from hpctrain.verify.cases import CannotJudge, Case
 
 if TYPE_CHECKING:  # torch is imported after the zygote is made
     from hpctrain.verify.compare import Distances, Finding, Tolerance
     from hpctrain.verify.trace import Share, Trace
 
 IMPORTS = ("torch", "torch.distributed", "torch.optim", "hpctrain.verify.rank", "hpctrain.verify.reference")
+OF_ENGINE = {"deepspeed": ("deepspeed",), "fsdp": ("torch._dynamo", "hpctrain.sharding.fsdp.engine")}
 DAY_S = 86400.0
 
 
@@ -31,16 +34,25 @@ class Verdict:
         found: the worst difference of each kind; empty where it did not run.
         why: the tolerance is what it is.
         error: why it did not run to its end, or passed over a step.
+        unjudged: it did not run because there is nothing in its precision that it could be held against.
     """
 
     case: Case
     found: Mapping[str, Finding] = field(default_factory=dict)
     why: str = ""
     error: str = ""
+    unjudged: bool = False
 
     @property
     def good(self) -> bool:
         return not self.error and all(finding.good for finding in self.found.values())
+
+    @property
+    def word(self) -> str:
+        """It in a word or two."""
+        if self.found:
+            return "ok" if self.good else "DIFFERS"
+        return "cannot be judged" if self.unjudged else "did not run"
 
     def plain(self) -> dict[str, Any]:
         """For JSON, which has no infinity: a difference that is not finite is null."""
@@ -52,6 +64,7 @@ class Verdict:
             "stage": config.sharding.stage,
             "precision": config.train.precision,
             "ok": self.good,
+            "verdict": self.word,
             "error": self.error or None,
             "why": self.why or None,
             **{
@@ -71,12 +84,15 @@ class Local:
     """Ranks on this machine, over gloo, forked from a warm process; the reference too.
 
     To be made before this process imports torch or starts threads.
+
+    Args:
+        engines: of the cases.
     """
 
-    def __init__(self, with_deepspeed: bool) -> None:
-        if with_deepspeed:
+    def __init__(self, engines: Collection[str]) -> None:
+        if "deepspeed" in engines:
             os.environ["DS_ACCELERATOR"] = "cpu"  # which it would otherwise look for, and say so
-        self._zygote = Zygote((*IMPORTS, "deepspeed") if with_deepspeed else IMPORTS)
+        self._zygote = Zygote((*IMPORTS, *(name for engine in engines for name in OF_ENGINE.get(engine, ()))))
 
     def __enter__(self) -> Local:
         return self
@@ -91,6 +107,12 @@ class Local:
         (trace,) = self._zygote.run(reference, 0, _with(config, "float64"), steps, timeout_s=DAY_S)
         found: Trace = trace
         return found
+
+    def memory(self, config: RunConfig, world: int) -> Sequence[Mapping[str, int]]:
+        """Of each rank, the most bytes of tensors that were alive in each phase of a step."""
+        from hpctrain.verify.memory import measured
+
+        return self._zygote.run(measured, world, config.model_dump(mode="json"), timeout_s=DAY_S)
 
     def __call__(self, config: RunConfig, world: int, steps: int) -> Sequence[Share]:
         from hpctrain.verify.rank import run
@@ -129,7 +151,7 @@ class Judge:
             want, allowed = self._want(config), self._allowed(config)
             got = assemble(config, run(config, case.world, self._steps))
         except HpctrainError as error:
-            return Verdict(case, error=_sentence(error))
+            return Verdict(case, error=_sentence(error), unjudged=isinstance(error, CannotJudge))
         found = distances(got, want, peak_lr(config.optimizer, config.train))
         return Verdict(case, findings(found, allowed), allowed.why, _skips(got))
 
@@ -152,7 +174,7 @@ class Judge:
             trace = assemble(alone, self._local(alone, 1, self._steps))
             if trace.skipped:
                 mend = f"lower train.loss_scale={config.train.loss_scale:g}" if precision == "fp16" else "lower the lr"
-                raise TrainError(f"{precision} cannot be judged: one process in it {_skips(trace)}; {mend}.")
+                raise CannotJudge(f"{precision} cannot be judged: one process in it {_skips(trace)}; {mend}.")
             lr = peak_lr(config.optimizer, config.train)
             self._measured[key] = distances(trace, self._want(config), lr)
         return tolerance(precision, self._measured[key], without_gradient(self._want(config)))
@@ -169,9 +191,14 @@ def _skips(trace: Trace) -> str:
 
 
 def _sentence(error: HpctrainError) -> str:
-    """Of a rank that failed, the end of its traceback says it."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[-1] if isinstance(error, RankFailure) else str(error)
+    """Of a rank that failed, the end of its traceback says it, after the name of an exception; ours are sentences."""
+    said = str(error)
+    if isinstance(error, RankFailure):
+        said = [line.strip() for line in said.splitlines() if line.strip()][-1]
+        said = re.sub(r"^hpctrain[.\w]*: ", "", said)
+    if said.startswith(f"{MEMORY}="):
+        said = f"{said.removesuffix('.')}; or verify a smaller model, for example with model.layers=2."
+    return said
 
 
 def _key(config: RunConfig) -> str:

@@ -14,8 +14,9 @@ import torch.distributed as dist
 
 from hpctrain.config.schema import RunConfig
 from hpctrain.errors import LaunchError
-from hpctrain.launch.bootstrap import process_group
-from hpctrain.launch.identity import ALONE, detect
+from hpctrain.files import write_whole
+from hpctrain.launch.life.identity import ALONE, detect
+from hpctrain.launch.rank.bootstrap import process_group
 from hpctrain.layout.layout import Layout
 from hpctrain.layout.memory import check_memory
 from hpctrain.layout.placement import replica_groups
@@ -73,7 +74,7 @@ def run(
     pipeline, share = Pipeline(engine, mesh, config), Share()
     for step in range(steps):
         mesh.meter.step = step + 1
-        samples = _samples(global_batch(config, step), mesh.dp.index, mesh.dp.size)
+        samples = samples_of(global_batch(config, step), mesh.dp.index, mesh.dp.size)
         batch = own_part(samples, config, mesh).to(device)
         lr = learning_rate(config.optimizer, config.train, step)
         loss, result = train_step(config, pipeline, engine, batch, lr)
@@ -95,10 +96,7 @@ def run_in_job(settings: dict[str, Any], steps: int, folder: str) -> None:
     cluster, home = config.cluster, config.run_folder
     with process_group(identity, home, cluster.device, cluster.timeout_s, cluster.threads, cluster.silence_s) as world:
         share = run(settings, steps, world.device, world.group_timeout_s, world.meter)
-    path = share_file(Path(folder), identity.rank)
-    part = path.with_suffix(".part")
-    part.write_bytes(pickle.dumps(share))
-    part.replace(path)
+    write_whole(share_file(Path(folder), identity.rank), pickle.dumps(share))
 
 
 def share_file(folder: Path, rank: int) -> Path:
@@ -129,7 +127,7 @@ def _read_share(path: Path, rank: int, deadline: float) -> Share:
             time.sleep(POLL_S)
 
 
-def _samples(batch: Batch, index: int, size: int) -> Batch:
+def samples_of(batch: Batch, index: int, size: int) -> Batch:
     """A data-parallel rank's samples of a global batch."""
     count = len(batch.samples) // size
     rows = slice(index * count, (index + 1) * count)

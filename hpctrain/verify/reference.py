@@ -10,10 +10,11 @@ import torch
 from hpctrain.config.schema import RunConfig
 from hpctrain.layout.layout import Layout
 from hpctrain.layout.memory import check_memory
-from hpctrain.layout.parameters import parameter_specs
+from hpctrain.layout.parameters import parameter_specs, saved_shapes, trained_specs
 from hpctrain.layout.placement import Box
 from hpctrain.model.loss import CrossEntropy
-from hpctrain.model.random import initial_values
+from hpctrain.model.packed import packed_weights
+from hpctrain.model.random import initial_reader, initial_values
 from hpctrain.model.router import give_biases, routers_of
 from hpctrain.model.transformer import Transformer
 from hpctrain.telemetry.memory import available_memory
@@ -32,7 +33,8 @@ def reference(config: RunConfig, steps: int) -> Trace:
     options = config.optimizer
     model = _model(config)
     named, biases = dict(model.named_parameters()), give_biases(model, torch.device("cpu"))
-    decays = {spec.name: spec.decay for spec in parameter_specs(config.model)}
+    decays = {spec.name: spec.decay for spec in trained_specs(config.model)}
+    named = {name: p for name, p in named.items() if p.requires_grad}
     groups = [
         {"params": [p for n, p in named.items() if decays[n]], "weight_decay": options.weight_decay},
         {"params": [p for n, p in named.items() if not decays[n]], "weight_decay": 0.0},
@@ -56,7 +58,8 @@ def reference(config: RunConfig, steps: int) -> Trace:
         _move_biases(model)
         trace.losses.append(loss)
         trace.norms.append(norm.item())
-    trace.weights = {n: p.detach().clone() for n, p in {**named, **biases}.items()}
+    saved = saved_shapes(config.model)
+    trace.weights = {n: p.detach().clone() for n, p in {**named, **biases}.items() if n in saved}
     return trace
 
 
@@ -71,6 +74,8 @@ def _model(config: RunConfig) -> Transformer:
         for name, parameter in model.named_parameters():
             whole = Box((0,) * parameter.ndim, (0,) * parameter.ndim, tuple(parameter.shape))
             parameter.copy_(initial_values(specs[name], config.train.seed, whole))
+    for name, packed in packed_weights(model).items():
+        packed.fill(initial_reader(specs[name], config.train.seed), torch.device("cpu"))
     return model.train()
 
 

@@ -20,7 +20,7 @@ def global_batch(config: RunConfig, step: int) -> Batch:
     rng = np.random.default_rng((config.train.seed, step))
     size, seq = config.train.global_batch, config.data.seq
     tokens = torch.from_numpy(rng.integers(0, config.model.vocab, (size, seq + 1)))
-    documents = torch.from_numpy(np.cumsum(rng.random((size, seq)) < END_OF_DOCUMENT, axis=1))
+    documents = torch.from_numpy(np.cumsum(rng.random((size, seq)) < END_OF_DOCUMENT, axis=1, dtype=np.int32))
     share = np.linspace(0.0, 1.0, size)[:, None] if size > 1 else np.ones((1, 1))
     labels = tokens[:, 1:].clone()
     labels[torch.from_numpy(rng.random((size, seq)) > share)] = IGNORED

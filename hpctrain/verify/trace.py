@@ -10,7 +10,7 @@ from torch import Tensor
 
 from hpctrain.config.schema import RunConfig
 from hpctrain.errors import TrainError
-from hpctrain.layout.parameters import parameter_specs, saved_shapes
+from hpctrain.layout.parameters import saved_shapes, trained_specs
 from hpctrain.layout.placement import Index
 
 Part = tuple[str, Index, Tensor]
@@ -62,7 +62,7 @@ def assemble(config: RunConfig, shares: Sequence[Share]) -> Trace:
             raise TrainError(f"rank {rank} and rank 0 report different losses or norms.")
         if share.skipped != first.skipped:
             raise TrainError(f"rank {rank} skipped steps {share.skipped}, and rank 0 {first.skipped}.")
-    trained = {spec.name: spec.shape for spec in parameter_specs(config.model)}
+    trained = {spec.name: spec.shape for spec in trained_specs(config.model)}
     return Trace(
         first.losses,
         first.norms,

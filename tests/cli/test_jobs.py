@@ -12,7 +12,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from hpctrain.cli import main
-from hpctrain.launch.jobs import Job
+from hpctrain.launch.slurm.jobs import Job
 from hpctrain.telemetry.metrics import to_json
 
 Programs = Callable[[str, str], None]

@@ -6,7 +6,7 @@ import errno
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import click
 import pytest
@@ -14,6 +14,7 @@ from click.testing import CliRunner, Result
 
 import hpctrain
 from hpctrain.cli import COMMANDS, Lazy, main
+from hpctrain.cli.groups import Group
 from hpctrain.errors import CheckpointError, ConfigError
 
 HEAVY = ("torch", "numpy", "pydantic", "yaml", "rich", "submitit", "h5py", "deepspeed", "hpctrain.config")
@@ -65,8 +66,41 @@ def test_version() -> None:
 def test_module_is_the_command() -> None:
     done = subprocess.run([sys.executable, "-m", "hpctrain", "nonsense"], capture_output=True, text=True)
     assert done.returncode == 2
-    assert "Usage: hpctrain " in done.stderr
-    assert "No such command 'nonsense'" in done.stderr
+    assert done.stderr.startswith("error: hpctrain has no command 'nonsense': choose from train, finetune, submit,")
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        ("tran gpt-tiny", "main has no command 'tran': the nearest is train."),
+        ("bench colectives --ranks 2", "main bench has no command 'colectives': the nearest is collectives."),
+        ("data bulid x", "main data has no command 'bulid': the nearest is build."),
+        ("ckpt lst x", "main ckpt has no command 'lst': the nearest is ls."),
+        ("config shwo gpt-tiny", "main config has no command 'shwo': the nearest is show."),
+        ("lab statsu", "main lab has no command 'statsu': the nearest is status."),
+        ("topo sohw", "main topo has no command 'sohw': the nearest is show."),
+        ("topo xxxxxxx", "main topo has no command 'xxxxxxx': choose from "),
+    ],
+)
+def test_a_name_that_is_none_is_told_the_nearest(words: str, sentence: str) -> None:
+    done = CliRunner().invoke(main, words.split())
+    assert done.exit_code == 2 and done.stderr.startswith(f"error: {sentence}")
+
+
+def groups(command: click.Command, name: str = "main") -> Iterator[tuple[str, click.Group]]:
+    """All groups, by name."""
+    if isinstance(command, click.Group):
+        yield name, command
+        context = click.Context(command)
+        for inner in command.list_commands(context):
+            found = command.get_command(context, inner)
+            assert found is not None
+            yield from groups(found, f"{name} {inner}")
+
+
+def test_every_group_does() -> None:
+    found = dict(groups(main))
+    assert len(found) >= 8 and all(isinstance(group, Group) for group in found.values()), found
 
 
 @pytest.mark.parametrize("name", COMMANDS)

@@ -106,9 +106,11 @@ def test_json_holds_every_action_and_its_time() -> None:
     assert shown["peaks"][0] == {"alive": 4, "whole": 4, "weights": 0, "received": 2}
 
 
-def test_a_picture(tmp_path: Path) -> None:
-    run(f"--stages 2 --micro-batches 3 --schedule zb-v --png {tmp_path / 'made.picture'}")
-    assert (tmp_path / "made.picture").read_bytes().startswith(b"\x89PNG")
+@pytest.mark.parametrize(("suffix", "begins"), [("png", b"\x89PNG"), ("SVG", b"<?xml"), ("pdf", b"%PDF")])
+def test_a_picture(tmp_path: Path, suffix: str, begins: bytes) -> None:
+    path = tmp_path / f"made.{suffix}"
+    run(f"--stages 2 --micro-batches 3 --schedule zb-v --png {path}")
+    assert path.read_bytes().startswith(begins)
 
 
 @pytest.mark.parametrize(
@@ -126,12 +128,17 @@ def test_a_picture(tmp_path: Path) -> None:
         ),
         (
             "--stages 2 --micro-batches 2 --chunks 2",
-            "error: parallel.chunks=2: 1f1b has 1 chunk a rank; use parallel.schedule=interleaved or zb-h1.\n",
+            "error: parallel.chunks=2: 1f1b has 1 chunk a rank; "
+            "use parallel.chunks=1, or parallel.schedule=interleaved or zb-h1.\n",
         ),
         (
             "--stages 1000 --micro-batches 1000",
             "error: micro_batches=1000: 1000 stages x 1 chunks x micro-batches must be at most 50,000; "
             "fewer show the same pattern.\n",
+        ),
+        (
+            "--stages 2 --micro-batches 2 --png x.foo",
+            "error: png='x.foo': a picture's name ends in .png, .svg or .pdf; for example x.png.\n",
         ),
         (
             "--stages 2 --micro-batches 2 --png /no/such/folder/a.png",

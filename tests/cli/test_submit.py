@@ -10,10 +10,12 @@ from click.testing import CliRunner, Result
 
 from hpctrain.cli import main
 from hpctrain.cli.submit import succeed
+from hpctrain.cluster.nodefile import dump
 from hpctrain.config.schema import RunConfig
 from hpctrain.errors import LaunchError
-from hpctrain.launch.jobs import Job
-from hpctrain.launch.state import JobState
+from hpctrain.launch.slurm.jobs import Job
+from hpctrain.launch.slurm.state import JobState
+from tests.launch.machines import captured
 
 SMALL = (
     "model.layers=1",
@@ -72,6 +74,57 @@ def test_a_dry_run_as_json(corpus: str, no_slurm: None, tmp_path: Path) -> None:
     assert found["ranks"][3] == {"rank": 3, "node": 1, "local_rank": 1, "pp": 0, "dp": 3, "cp": 0, "tp": 0}
     assert found["runs"] == [f"{tmp_path}/runs/gpt-tiny/seed-{seed}" for seed in (1, 2)]
     assert "#SBATCH --array=0-1\n" in found["script"] and "#SBATCH --job-name=gpt-tiny\n" in found["script"]
+
+
+@pytest.fixture
+def wired(tmp_path: Path) -> Path:
+    """A profile that knows nodes and fabric."""
+    node = captured("smi_topo/sglang_env_8gpu_8nic_clean.txt")
+    (tmp_path / "node.yaml").write_text(dump(node))
+    (tmp_path / "fabric.conf").write_text(
+        "SwitchName=a Nodes=n[0,2]\nSwitchName=b Nodes=n[1,3]\nSwitchName=c Switches=a,b\n"
+    )
+    (tmp_path / "wired.yaml").write_text("about: wired\nnode: node.yaml\nfabric: fabric.conf\n")
+    return tmp_path / "wired.yaml"
+
+
+def test_a_dry_run_where_nodes_and_fabric_are_known(corpus: str, no_slurm: None, wired: Path) -> None:
+    size = ("cluster.nodes=4", "cluster.gpus_per_node=8", "train.micro_batch=1", "train.global_batch=32")
+    found = json.loads(submit(corpus, *size, "--profile", str(wired), "--dry-run", "--json").stdout)
+    first, ninth = found["ranks"][0], found["ranks"][8]
+    assert (first["cpus"], first["nic"], first["leaf"]) == ("0-11,96-107", "mlx5_0", "a/rail0")
+    assert (first["host"], ninth["host"]) == ("n0", "n2"), "those of a leaf come together"
+    leaving = [row for row in found["bytes"] if row["link"] in ("spine", "core", "cross_rail")]
+    ours, slurms, by_topology = (
+        sum(row[order] for row in leaving) for order in ("this order", "Slurm by name", "Slurm by topology")
+    )
+    assert 0 < ours < min(slurms, by_topology) and leaving[-1]["this order"] == 0
+    assert "hpctrain.launch.place.arrange" in found["script"]
+    shown = submit(corpus, *size, "--profile", str(wired), "--dry-run").stdout.splitlines()
+    header = next(i for i, line in enumerate(shown) if line.split()[:2] == ["rank", "host"])
+    assert shown[header].split()[-5:] == ["cpus", "numa", "nic", "rail", "leaf"]
+    names = [line.split()[0] for line in shown if line]
+    assert names[names.index("link") :][:6] == ["link", "nvlink", "leaf", "spine", "core", "cross_rail"]
+
+
+def test_a_fabric_that_is_too_small(corpus: str, no_slurm: None, wired: Path) -> None:
+    done = submit(corpus, "cluster.nodes=8", "--profile", str(wired), "--dry-run")
+    assert done.exit_code == 2 and "cluster.nodes=8: the fabric of the profile has 4 hosts" in done.stderr
+
+
+def test_a_node_that_no_job_can_use(corpus: str, no_slurm: None, wired: Path) -> None:
+    broken = captured("smi_topo/vllm16336_b200_gpu2_lost_nvlink_truncated.txt")
+    wired.with_name("node.yaml").write_text(dump(broken))
+    done = submit(corpus, "--profile", str(wired), "--dry-run")
+    assert done.exit_code == 2 and "broken NVLink on gpu2" in done.stderr
+
+
+def test_a_prologue_that_speaks_of_ranks_is_warned_of(corpus: str, no_slurm: None, tmp_path: Path) -> None:
+    (tmp_path / "mine.yaml").write_text("about: mine\nprologue: p.sh\n")
+    (tmp_path / "p.sh").write_text("export ME=$SLURM_PROCID\n")
+    assert (
+        "$SLURM_PROCID is replaced by the batch script" in submit(corpus, "--profile", "mine.yaml", "--dry-run").stderr
+    )
 
 
 def test_many_ranks_have_a_line_a_node(corpus: str, no_slurm: None) -> None:

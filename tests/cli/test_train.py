@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import h5py
 import pytest
+from click.testing import CliRunner
 
 from hpctrain.cli import main
 from hpctrain.data.build import build
@@ -44,8 +46,9 @@ def refused(capsys, *arguments: str) -> str:
         main(list(arguments))
     out = capsys.readouterr()
     assert end.value.code not in (0, None) and out.out == ""
-    assert out.err.startswith("error: ") and out.err.count("\n") == 1
-    return out.err
+    said = [line for line in out.err.splitlines(True) if not line.startswith("note: ")]
+    assert len(said) == 1 and said[0].startswith("error: ")
+    return said[0]
 
 
 @pytest.mark.parametrize(
@@ -84,6 +87,47 @@ def test_a_run_folder_that_cannot_be_made(corpus, capsys, tmp_path):
     (tmp_path / "file").touch()
     for folder, said in ((tmp_path / "file", "is a file"), (tmp_path / ("x" * 300), "shorter name")):
         assert said in refused(capsys, "train", "gpt-tiny", f"data.corpus={corpus}", f"folder={folder}", *TINY)
+
+
+def test_a_folder_that_no_one_can_make(corpus, capsys):
+    said = refused(capsys, "train", "gpt-tiny", f"data.corpus={corpus}", "folder=/proc/x", *TINY)
+    assert said.startswith("error: folder='/proc/x': the run folder cannot be made there (No such file or directory)")
+
+
+def test_a_key_given_twice_is_told(capsys):
+    with pytest.raises(SystemExit):
+        main(["config", "show", "gpt-tiny", "parallel.tp=2", "train.steps=3", "parallel.tp=1"])
+    out = capsys.readouterr()
+    assert out.err == "note: parallel.tp is given 2 times; the last, parallel.tp=1, counts\n" and "tp: 1" in out.out
+
+
+def test_a_list_with_a_bad_element_under_show(capsys):
+    assert "stage_layers=[1, 'a']: must be a list" in refused(
+        capsys, "config", "show", "gpt-tiny", "parallel.stage_layers=[1,a]"
+    )
+
+
+def test_ctrl_c_says_where_it_stopped_and_how_to_go_on(corpus, tmp_path):
+    arguments = [f"data.corpus={corpus}", f"folder={tmp_path}", *TINY, "train.steps=100000"]
+    command = [
+        sys.executable,
+        "-m",
+        "hpctrain",
+        "train",
+        "gpt-tiny",
+        *arguments,
+        "parallel.tp=1",
+        "cluster.gpus_per_node=1",
+    ]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        for line in process.stdout:
+            if line.startswith("step 2/"):
+                process.send_signal(signal.SIGINT)
+                break
+        out, err = process.communicate(timeout=120)
+    assert process.returncode == 130 and "error" not in err, err
+    saved = max(int(p.name[5:]) for p in (tmp_path / "gpt-tiny" / "checkpoints").glob("step-*"))
+    assert f"stopped and saved after step {saved}; the same command goes on from there" in out
 
 
 def test_a_recipe_that_is_not_there(capsys):
@@ -131,3 +175,10 @@ def test_train_resume_generate(corpus, tmp_path):
     ]
     assert [t.returncode for t in texts] == [0, 0], texts[1].stderr
     assert texts[0].stdout == texts[1].stdout and texts[0].stdout.startswith("to be")
+
+
+@pytest.mark.parametrize("setting", ["cluster.health=true", "cluster.spares=1"])
+def test_what_only_a_job_can_do_is_refused_here(setting: str) -> None:
+    result = CliRunner().invoke(main, ["train", "gpt-tiny", setting])
+    assert result.exit_code == 2
+    assert result.stderr == f"error: {setting}: this is for jobs of Slurm; leave it out, or use hpctrain submit.\n"

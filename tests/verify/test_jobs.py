@@ -15,13 +15,13 @@ import torch
 from hpctrain.cli import main
 from hpctrain.config.schema import RunConfig
 from hpctrain.errors import LaunchError
-from hpctrain.launch import client
-from hpctrain.launch.client import SlurmError
-from hpctrain.launch.jobs import Job
-from hpctrain.launch.profile import site
-from hpctrain.launch.sbatch import Options
-from hpctrain.launch.slurm import Request
-from hpctrain.launch.state import JobState
+from hpctrain.launch.slurm import client
+from hpctrain.launch.slurm.client import SlurmError
+from hpctrain.launch.slurm.jobs import Job
+from hpctrain.launch.slurm.profile import site
+from hpctrain.launch.slurm.state import JobState
+from hpctrain.launch.submit.sbatch import Options
+from hpctrain.launch.submit.send import Request
 from hpctrain.telemetry.meter import Meter
 from hpctrain.verify import jobs, rank
 from hpctrain.verify.cases import Case, cases

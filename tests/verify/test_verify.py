@@ -9,6 +9,7 @@ import torch
 
 from hpctrain.cli import main
 from hpctrain.config.schema import RunConfig
+from hpctrain.launch.local.zygote import RankFailure
 from hpctrain.verify.cases import base, cases
 from hpctrain.verify.judge import Judge, Verdict
 from hpctrain.verify.rank import run
@@ -32,12 +33,13 @@ def verify(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, st
 
 def test_layouts_pass_each_with_its_own_tolerance(capsys: pytest.CaptureFixture[str]) -> None:
     layouts = "tp=2,sp=true,data.seq=14;pp=2,schedule=1f1b;pp=2,schedule=zb-h1;"
-    layouts += "dp=2,sharding.stage=3;tp=2,pp=2,sharding.stage=1;cp=2,dp=2,cp_method=ulysses,data.seq=14"
+    layouts += "dp=2,sharding.stage=3;tp=2,pp=2,sharding.stage=1;cp=2,dp=2,cp_method=ulysses,data.seq=14;"
+    layouts += "dp=2,tp=2,sharding.engine=fsdp"
     status, out, err = verify(capsys, "--layouts", layouts, "--json")
     found = json.loads(out)
     assert status == 0, (found, err)
     assert [(v["layout"], v["ok"]) for v in found] == [(layout, True) for layout in layouts.split(";")]
-    assert [v["precision"] for v in found] == ["float64"] * 3 + ["float32"] * 2 + ["float64"]
+    assert [v["precision"] for v in found] == ["float64"] * 3 + ["float32"] * 2 + ["float64"] * 2
     for verdict in found:
         for kind in ("loss", "norm", "gradient", "weight"):
             assert 0 <= verdict[kind]["difference"] <= verdict[kind]["limit"]
@@ -54,14 +56,16 @@ def test_a_layout_that_computes_something_else_is_named(
     from hpctrain.parallel import tensor
 
     monkeypatch.setattr(tensor, "reduce_from", lambda x, axis: x)
-    status, out, err = verify(capsys, "--layouts", "tp=2;dp=2;tp=3")
+    status, out, err = verify(capsys, "--layouts", "tp=2;dp=2,data.seq=9;tp=3")
     assert status == 1
     assert "error: 2 of 3 layouts did not pass: tp=2; tp=3." in err
     lines = out.splitlines()
     assert lines[1].startswith("tp=2 ") and lines[1].endswith("DIFFERS")
-    assert lines[2].split()[:4] == ["dp=2", "2", "none", "float64"] and lines[2].endswith("ok")
+    assert lines[2].split()[:4] == ["dp=2,data.seq=9", "2", "none", "float64"] and lines[2].endswith("ok")
     assert "did not run" in lines[3] and "tp=3: parallel.tp=3: must divide model.heads=4" in out
     assert "float64: only the order of sums may differ, so 1e-09" in out
+    assert out.count("held against has") == 1
+    assert "dp=2,data.seq=9: the process it is held against has data.seq=9 too" in out
 
 
 def test_rounding_hides_nothing(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -76,8 +80,8 @@ def test_rounding_hides_nothing(capsys: pytest.CaptureFixture[str], monkeypatch:
     assert all(v[kind]["limit"] <= 0.45 for v in found for kind in ("loss", "norm", "gradient", "weight"))
 
     monkeypatch.setattr(tensor, "reduce_from", lambda x, axis: x)
-    update = PlainEngine._update
-    monkeypatch.setattr(PlainEngine, "_update", lambda self, lr: update(self, lr * (self.mesh.pp.index == 0)))
+    update = PlainEngine.update
+    monkeypatch.setattr(PlainEngine, "update", lambda self, g, lr: update(self, g, lr * (self.mesh.pp.index == 0)))
     status, out, err = verify(capsys, "--layouts", layouts, "--json", "--dtype", "bf16")
     assert status == 1 and "2 of 2 layouts did not pass" in err
     tp, pp = json.loads(out)
@@ -110,8 +114,37 @@ def test_a_precision_that_overflows_cannot_be_judged() -> None:
     """Where the one process that measures it skips steps, a layout that skips them too would be as good."""
     verdict = judged(Here(), Here(), "train.loss_scale=1e20")
     assert not verdict.good and not verdict.found
+    assert verdict.word == "cannot be judged" == verdict.plain()["verdict"]
     assert verdict.error.startswith("fp16 cannot be judged: one process in it skipped step 1, 2, in which something")
     assert verdict.error.endswith("lower train.loss_scale=1e+20.")
+
+
+class Refusing(Here):
+    """Ranks that end with an error."""
+
+    def __init__(self, said: str) -> None:
+        super().__init__()
+        self.said = said
+
+    def __call__(self, config: RunConfig, world: int, steps: int) -> list[Share]:
+        raise RankFailure(f"rank 0 failed:\nTraceback (most recent call last):\n  File x\n{self.said}\n")
+
+
+@pytest.mark.parametrize(
+    ("said", "sentence"),
+    [
+        (
+            "hpctrain.errors.ConfigError: memory='9 GiB': more than the 1 GiB that a rank has; use more ranks.",
+            "memory='9 GiB': more than the 1 GiB that a rank has; use more ranks; "
+            "or verify a smaller model, for example with model.layers=2.",
+        ),
+        ("hpctrain.checkpoint.lock.RunFolderInUse: it is in use.", "it is in use."),
+        ("ZeroDivisionError: division by zero", "ZeroDivisionError: division by zero"),
+    ],
+)
+def test_what_a_rank_refuses_is_a_sentence(said: str, sentence: str) -> None:
+    verdict = judged(Here(), Refusing(said))
+    assert (verdict.word, verdict.error) == ("did not run", sentence)
 
 
 def test_a_layout_that_skips_a_step_does_not_pass() -> None:

@@ -1,0 +1,53 @@
+"""`hpctrain memory`: its table, JSON and picture."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from click.testing import CliRunner, Result
+
+from hpctrain.cli import main
+
+RECIPE = ["memory", "llama-8b", "sharding.stage=3", "cluster.nodes=1", "cluster.gpus_per_node=8", "parallel.tp=1"]
+
+
+def call(*more: str) -> Result:
+    return CliRunner().invoke(main, [*RECIPE, *more])
+
+
+def test_json_has_every_part_of_every_phase_in_bytes() -> None:
+    """llama-8b over 8 ranks: of 8,030,261,248 weights an eighth, moments and master weights of 4 bytes each."""
+    found = json.loads(call("train.precision=bf16", "--json").stdout)
+    assert list(found["phases"]) == ["start", "forward", "backward", "step"]
+    start, backward = found["phases"]["start"], found["phases"]["backward"]
+    assert start["optimizer"] == 12 * 8_030_261_248 // 8 and start["weights"] == 2 * 8_030_261_248 // 8
+    assert start["activations"] == start["logits"] == 0 < backward["activations"]
+    parts = ("weights", "gradients", "optimizer", "activations", "logits", "buffers")
+    for phase in found["phases"].values():
+        assert phase["device"] == sum(phase[part] for part in parts)
+    assert found["peak"] == max(phase["device"] for phase in found["phases"].values())
+
+
+def test_the_table_names_rank_parts_and_peak() -> None:
+    lines = call().stdout.splitlines()
+    assert lines[0] == "rank 0, GiB" and lines[1].split()[:4] == ["phase", "weights", "gradients", "optimizer"]
+    assert [line.split()[0] for line in lines[2:6]] == ["start", "forward", "backward", "step"]
+    assert lines[6].startswith("at most ")
+
+
+def test_host_memory_and_disk_of_what_is_offloaded() -> None:
+    text = call("sharding.offload.optimizer=nvme", "sharding.offload.path=/tmp").stdout
+    assert "in host memory" in text and "on its disk" in text
+    assert "on its disk" not in call("sharding.offload.optimizer=cpu").stdout
+
+
+def test_a_rank_that_is_not_there_is_refused() -> None:
+    done = call("--rank", "8")
+    assert done.exit_code == 2 and "there are ranks 0 to 7" in done.stderr
+
+
+def test_the_picture_is_drawn(tmp_path: Path) -> None:
+    assert call("--picture", str(tmp_path / "memory.svg")).exit_code == 0
+    text = (tmp_path / "memory.svg").read_text()
+    assert "<svg" in text and len(text) > 5000

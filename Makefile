@@ -1,7 +1,8 @@
 # One command each; `make` alone lists them.
 PYTHON ?= python3
 ARGS ?=
-WORKERS ?= 2
+# One of them waits for Slurm most of the time.
+WORKERS ?= 3
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -10,7 +11,7 @@ CORPUS := corpora/stdlib.h5
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help install train test bench lab lab-down lint test-gpu clean
+.PHONY: help install train test bench reproduce lab lab-down lint test-gpu clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "make %-9s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -36,12 +37,15 @@ train: $(STAMP) ## install, build a corpus from Python's own sources, train the 
 	$(BIN)/hpctrain data stdlib $(CORPUS)
 	$(BIN)/hpctrain train gpt-tiny $(ARGS)
 
-test: $(STAMP) ## install (Slurm too, if root), run all tests (ARGS="-k name", WORKERS=2)
+test: $(STAMP) ## install (Slurm too, if root), run all tests (ARGS="-k name", WORKERS=3)
 	@.ci/slurm
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup $(ARGS)
 
 bench: $(STAMP) ## measure speed beside other tools; minutes, wants a quiet machine
 	$(BIN)/python benchmarks/run.py $(ARGS)
+
+reproduce: $(STAMP) ## the planner over every published table: docs/planner-errors.md and its pictures (ARGS=folder)
+	$(BIN)/python -m benchmarks.planner.reproduce $(ARGS)
 
 lab: $(STAMP) ## bring up the practice cluster: a private Slurm of 4 nodes (root; make lab-down ends it)
 	@.ci/slurm

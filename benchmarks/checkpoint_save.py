@@ -27,7 +27,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from hpctrain.launch.zygote import Zygote
+from hpctrain.launch.local.zygote import Zygote
 
 CONTENDERS = ("raw", "ours", "dcp")
 TENSORS, WIDTH = 16, 1024

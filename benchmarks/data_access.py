@@ -1,4 +1,4 @@
-"""Sample access: a corpus beside a numpy memmap of the same tokens in a plain .bin file.
+"""Sample access: a corpus beside a numpy memmap of the same tokens in a plain .bin file, and chunked, compressed HDF5.
 
 Every reader returns what a step needs, tokens and labels as int64 torch tensors of a batch of random windows,
 from the page cache, in one process. Readers take turns in one run, in an order drawn anew for each round, so
@@ -18,6 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import h5py
 import numpy as np
 import torch
 
@@ -25,9 +26,12 @@ from hpctrain.data.batches import Batches
 from hpctrain.data.build import build
 from hpctrain.data.corpus import Corpus
 from hpctrain.data.sources import list_sources
+from hpctrain.model.batch import IGNORED
 
-OURS, WITH_DOCUMENTS = "hpctrain", "hpctrain with documents"
+OURS, MASKED = "hpctrain", "hpctrain, document masks"
 BY_SAMPLE, BY_BATCH = "numpy memmap, sample by sample", "numpy memmap, batch by batch"
+BY_BATCH_MASKED = "numpy memmap, batch by batch, the same masks"
+CHUNKED = "h5py, gzip in chunks of a sample"
 
 Reader = Callable[[int], object]
 """Reads the n-th batch."""
@@ -59,8 +63,12 @@ def memmap_by_sample(path: Path, seq: int, batch: int) -> Reader:
     return read
 
 
-def memmap_by_batch(path: Path, seq: int, batch: int) -> Reader:
-    """The fastest use of a memmap known: a stored permutation, all windows of a batch in one operation."""
+def memmap_by_batch(path: Path, seq: int, batch: int, end: int | None = None) -> Reader:
+    """The fastest use of a memmap known: a stored permutation, all windows of a batch in one operation.
+
+    With `end`, the id that ends a document, the batch has what ours has: labels that do not cross boundaries, and the
+    number of each token's document; found from the ids, as trainers do that have no offsets.
+    """
     data = np.asarray(np.memmap(path, "<u2", "r"))
     n_windows = (len(data) - 1) // seq
     windows = np.lib.stride_tricks.as_strided(data, (n_windows, seq + 1), (seq * 2, 2))
@@ -68,7 +76,35 @@ def memmap_by_batch(path: Path, seq: int, batch: int) -> Reader:
 
     def read(n: int) -> object:
         rows = windows[order[np.arange(n * batch, (n + 1) * batch) % n_windows]]
-        return torch.from_numpy(rows[:, :-1].astype(np.int64)), torch.from_numpy(rows[:, 1:].astype(np.int64))
+        tokens, labels = rows[:, :-1].astype(np.int64), rows[:, 1:].astype(np.int64)
+        if end is None:
+            return torch.from_numpy(tokens), torch.from_numpy(labels)
+        return tuple(map(torch.from_numpy, (tokens, labels, masked(rows, labels, end))))
+
+    return read
+
+
+def masked(rows: np.ndarray, labels: np.ndarray, end: int) -> np.ndarray:
+    """Number of the document of each token; labels that cross a boundary are ignored, in place."""
+    ends = rows[:, :-1] == end
+    labels[ends] = IGNORED
+    documents = np.zeros(labels.shape, np.int32)
+    np.cumsum(ends[:, :-1], 1, np.int32, documents[:, 1:])
+    return documents
+
+
+def chunked(path: Path, tokens: np.ndarray, seq: int, batch: int) -> Reader:
+    """Samples in a compressed HDF5 dataset whose chunks are whole samples, read one by one in random order."""
+    n = (len(tokens) - 1) // seq
+    rows = np.lib.stride_tricks.as_strided(tokens, (n, seq + 1), (seq * 2, 2))
+    with h5py.File(path, "w") as file:
+        file.create_dataset("input_ids", data=rows, chunks=(1, seq + 1), compression="gzip")
+    data = h5py.File(path, "r")["input_ids"]
+    order = np.random.default_rng(1).permutation(n)
+
+    def read(at: int) -> object:
+        found = np.stack([data[order[i % n]] for i in range(at * batch, (at + 1) * batch)])
+        return torch.from_numpy(found[:, :-1].astype(np.int64)), torch.from_numpy(found[:, 1:].astype(np.int64))
 
     return read
 
@@ -108,18 +144,17 @@ def measure(seq: int, batch: int, tokens: int, batches: int, rounds: int) -> dic
         corpus.tokens.tofile(plain)
         readers = {
             OURS: ours(corpus, seq, batch, False),
-            WITH_DOCUMENTS: ours(corpus, seq, batch, True),
+            MASKED: ours(corpus, seq, batch, True),
+            BY_BATCH_MASKED: memmap_by_batch(plain, seq, batch, corpus.header.end_of_document),
             BY_SAMPLE: memmap_by_sample(plain, seq, batch),
             BY_BATCH: memmap_by_batch(plain, seq, batch),
+            CHUNKED: chunked(Path(name, "chunked.h5"), np.asarray(corpus.tokens), seq, batch),
         }
         seconds = turns(readers, batches, rounds)
     rate = {name: batch * batches / statistics.median(s) for name, s in seconds.items()}
     over = {
-        peer: {
-            name: statistics.median(p / s for p, s in zip(seconds[peer], seconds[name]))
-            for name in (OURS, WITH_DOCUMENTS)
-        }
-        for peer in (BY_SAMPLE, BY_BATCH)
+        name: {peer: statistics.median(p / s for p, s in zip(seconds[peer], seconds[name])) for peer in peers}
+        for name, peers in ((OURS, (BY_SAMPLE, BY_BATCH, CHUNKED)), (MASKED, (BY_BATCH_MASKED,)))
     }
     what = f"samples of {seq} tokens in batches of {batch}"
     return {
@@ -130,16 +165,16 @@ def measure(seq: int, batch: int, tokens: int, batches: int, rounds: int) -> dic
         "batches": batches,
         "rounds": rounds,
         "samples_per_s": {name: round(r) for name, r in rate.items()},
-        "speed_over": {peer: {name: round(r, 3) for name, r in ratios.items()} for peer, ratios in over.items()},
+        "speed_over": {name: {peer: round(r, 3) for peer, r in ratios.items()} for name, ratios in over.items()},
         "rows": [
             [
-                what + (", with document masks" if name == WITH_DOCUMENTS else ""),
+                what + (", with document masks" if name == MASKED else ""),
                 f"{rate[name]:,.0f} samples/s",
                 f"{peer}: {rate[peer]:,.0f} samples/s",
-                f"{over[peer][name]:.2f}",
+                f"{ratio:.2f}",
             ]
-            for name in (OURS, WITH_DOCUMENTS)
-            for peer in (BY_SAMPLE, BY_BATCH)
+            for name, ratios in over.items()
+            for peer, ratio in ratios.items()
         ],
     }
 

@@ -32,11 +32,13 @@ IMPORTS = (
     "torch.distributed.pipelining",
     "torch.distributed.tensor.parallel",
     "torch.nn.parallel",
+    "torch.distributed.fsdp",
     "deepspeed",
     "deepspeed.pipe",
     "hpctrain.train.loop",
     "hpctrain.sharding.none.engine",
     "hpctrain.sharding.deepspeed.engine",
+    "hpctrain.sharding.fsdp.engine",
 )
 
 SHAPE = (
@@ -67,6 +69,8 @@ LAYOUTS: dict[str, dict[str, list[str]]] = {
         "dp=2, ZeRO 2": ["sharding.stage=2"],
         "dp=2, ZeRO 3": ["sharding.stage=3"],
         "dp=2, ZeRO 3, weights kept": ["sharding.stage=3", "sharding.reshard_after_forward=false"],
+        "dp=2, FSDP2": ["sharding.engine=fsdp"],
+        "dp=2, FSDP2, weights kept": ["sharding.engine=fsdp", "sharding.reshard_after_forward=false"],
     },
     "experts": {
         "8 experts, ep=2": ["parallel.ep=2"],
@@ -101,8 +105,18 @@ PEERS: dict[str, tuple[Any, tuple[Any, ...], tuple[str, ...]]] = {
     "torch DDP": (native.ddp, (), ("dp=2",)),
     "DeepSpeed ZeRO 1": (deepspeed_engines.zero, (1,), ("dp=2, ZeRO 1",)),
     "DeepSpeed ZeRO 2": (deepspeed_engines.zero, (2,), ("dp=2, ZeRO 2",)),
-    "DeepSpeed ZeRO 3, as lean": (deepspeed_engines.zero, (3, True), ("dp=2, ZeRO 3",)),
-    "DeepSpeed ZeRO 3": (deepspeed_engines.zero, (3,), ("dp=2, ZeRO 3", "dp=2, ZeRO 3, weights kept")),
+    "DeepSpeed ZeRO 3, as lean": (deepspeed_engines.zero, (3, True), ("dp=2, ZeRO 3", "dp=2, FSDP2")),
+    "DeepSpeed ZeRO 3": (
+        deepspeed_engines.zero,
+        (3,),
+        ("dp=2, ZeRO 3", "dp=2, ZeRO 3, weights kept", "dp=2, FSDP2, weights kept"),
+    ),
+    "torch fully_shard": (native.fully_sharded, (True,), ("dp=2, FSDP2", "dp=2, ZeRO 3")),
+    "torch fully_shard, weights kept": (
+        native.fully_sharded,
+        (False,),
+        ("dp=2, FSDP2, weights kept", "dp=2, ZeRO 3, weights kept"),
+    ),
     DENSE: (native.ddp, (), ("8 experts, ep=2",)),
     "megatron-core, experts": (megatron_core.work, ("ep",), ("8 experts, ep=2",)),
     "megatron-core, tensor": (megatron_core.work, ("tp",), ("tp=2",)),
@@ -203,6 +217,7 @@ def facts(records: dict[str, Record], name: str, tokens: int) -> dict[str, float
         "ratio_to_limit_high": max(to_limit),
         "cores_of_others": statistics.median(record.others),
         "loss": record.loss,
+        "bytes_grown": record.grown,
     }
 
 
@@ -222,7 +237,26 @@ def rows(records: dict[str, Record], family: str, tokens: int) -> list[list[str]
         out += [row(name, peer) for peer, (_, _, beside) in PEERS.items() if name in beside]
         out += [row(name, WHOLE[family])] if family in WHOLE else []
         out.append(row(name, LIMIT))
-    return out
+    return out + (memory(records) if family == "data" else [])
+
+
+def memory(records: dict[str, Record]) -> list[list[str]]:
+    """The rows of what a rank of each data-parallel engine has grown by, beside its peers."""
+
+    def mib(name: str) -> str:
+        return f"{records[name].grown / 2**20:,.0f} MiB"
+
+    return [
+        [
+            f"small Llama, {name}, peak of a rank",
+            mib(name),
+            f"{peer}: {mib(peer)}",
+            f"{records[name].grown / records[peer].grown:.2f}",
+        ]
+        for name in LAYOUTS["data"]
+        for peer, (_, _, beside) in PEERS.items()
+        if name in beside and records[peer].error is None
+    ]
 
 
 def main() -> None:

@@ -7,7 +7,8 @@ from hpctrain.config.schema import RunConfig
 
 
 def ours(config: RunConfig, world: int) -> Work:
-    """Steps of `config` on `world` ranks, on random tokens."""
+    """Steps of `config` on `world` ranks, on random tokens. Of what is offloaded to a disk, bytes are counted that were
+    `read` and `written`, and seconds that were `waited` for them."""
     import torch
 
     from hpctrain.layout.layout import Layout
@@ -33,7 +34,12 @@ def ours(config: RunConfig, world: int) -> Work:
     def step() -> float:
         return train_step(config, pipeline, engine, batch, config.optimizer.lr)[0].mean
 
-    return Work(step, owned)
+    disk = getattr(getattr(getattr(engine, "_store", None), "_home", None), "disk", None)
+
+    def moved() -> dict[str, float]:
+        return {"read": disk.moved.read, "written": disk.moved.written, "waited": disk.moved.waited} if disk else {}
+
+    return Work(step, owned, counts=moved)
 
 
 def random_tokens(config: RunConfig, part: int = 0, parts: int = 1):  # type: ignore[no-untyped-def]

@@ -15,7 +15,7 @@ import signal
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from multiprocessing import Pipe
@@ -24,7 +24,7 @@ from pathlib import Path
 from shutil import rmtree
 from typing import Any, NamedTuple, NoReturn
 
-from hpctrain.launch.process import die_with_parent, exit_now
+from hpctrain.launch.life.process import die_with_parent, exit_now
 
 LIMIT_S = 300
 """A rank that does not answer in this time is killed, and its contender is out."""
@@ -41,11 +41,13 @@ class Work:
         step: takes one optimizer step; returns the mean loss where this rank knows it.
         parameters: this rank's share of the model's parameters, such that all ranks' shares add up to all of them.
         cpu: CPU-seconds used so far for this rank.
+        counts: what else is counted of it, so far, by name.
     """
 
     step: Callable[[], float | None]
     parameters: float
     cpu: Callable[[], float] = time.process_time
+    counts: Callable[[], Mapping[str, float]] = dict
 
 
 @dataclass(frozen=True)
@@ -75,16 +77,20 @@ class Record:
         seconds: a step, of every round.
         cpu: CPU-seconds of all ranks a step, of every round.
         others: cores that all else on the machine used meanwhile, of every round.
+        grown: most bytes that a rank had grown by since it was forked, of all ranks.
         parameters: of the model, by its ranks' account; of all copies together.
         loss: mean over the tokens, of the first step.
+        counts: what its ranks counted, all together a step, of every round.
         error: what ended it, if it could not take part to the end.
     """
 
     seconds: list[float] = field(default_factory=list)
     cpu: list[float] = field(default_factory=list)
     others: list[float] = field(default_factory=list)
+    grown: int = 0
     parameters: float = 0.0
     loss: float = 0.0
+    counts: list[dict[str, float]] = field(default_factory=list)
     error: str | None = None
 
 
@@ -154,6 +160,8 @@ class _Answer(NamedTuple):
     end: float
     cpu: float
     loss: float | None
+    grown: int
+    counts: dict[str, float]
 
 
 class _Party:
@@ -189,6 +197,8 @@ class _Party:
         record.seconds.append((max(a.end for a in answers) - min(a.begin for a in answers)) / steps)
         record.cpu.append(cpu / steps)
         record.others.append(max(0.0, (_busy() - busy - cpu) / span))
+        record.grown = max(record.grown, *(a.grown for a in answers))
+        record.counts.append({name: sum(a.counts[name] for a in answers) / steps for name in answers[0].counts})
 
     def ask(self, steps: int) -> list[_Answer]:
         """Have all ranks take steps at once."""
@@ -224,6 +234,7 @@ def _rank(contender: Contender, rank: int, folder: Path, link: Connection) -> No
     try:
         die_with_parent(os.getppid())
         os.setpgid(0, 0)
+        forked = _status("VmRSS")
         os.dup2(2, 1)  # what libraries print is not the result
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
         signal.alarm(LIMIT_S)
@@ -234,10 +245,13 @@ def _rank(contender: Contender, rank: int, folder: Path, link: Connection) -> No
         while True:
             steps = link.recv()
             signal.alarm(LIMIT_S)
-            begin, cpu = time.perf_counter(), work.cpu()
+            counts, begin, cpu = work.counts(), time.perf_counter(), work.cpu()
             for _ in range(steps):
                 loss = work.step()
-            link.send(_Answer(begin, time.perf_counter(), work.cpu() - cpu, loss))
+            end = time.perf_counter()
+            cpu, now = work.cpu() - cpu, work.counts()
+            more = {name: now[name] - counts[name] for name in now}
+            link.send(_Answer(begin, end, cpu, loss, _status("VmHWM") - forked, more))
             signal.alarm(0)
     except BaseException as error:
         with suppress(OSError):
@@ -258,6 +272,12 @@ def _join(rank: int, world: int, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         store = dist.FileStore(str(folder / "store"), world)  # type: ignore[attr-defined]
         dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
+
+
+def _status(line: str) -> int:
+    """Bytes that a line of /proc/self/status says."""
+    text = Path("/proc/self/status").read_text()
+    return int(text.partition(f"{line}:")[2].split(None, 1)[0]) * 1024
 
 
 def _busy() -> float:

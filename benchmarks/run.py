@@ -22,7 +22,10 @@ RESULTS = ROOT / "benchmarks" / "results.json"
 README = ROOT / "README.md"
 BEGIN, END = "<!-- bench: written by make bench -->", "<!-- bench: end -->"
 
-BENCHMARKS = ("training", "layouts", "data_access", "checkpoint_save")
+BENCHMARKS = (
+    *("training", "layouts", "offload", "data_access", "data_build", "checkpoint_save", "collectives", "rails"),
+    "lab_plan",
+)
 
 
 def run(name: str, *options: str) -> dict[str, Any]:
@@ -48,11 +51,14 @@ def machine() -> str:
 
 
 def table(results: dict[str, Any]) -> str:
-    """Markdown: the rows of all results there are, and what machine they are of."""
+    """Markdown: the rows of all results there are, and what machines they are of: of one, where they name no other."""
     lines = ["| what | measured | beside | ratio (median of rounds) |", "|---|---|---|---|"]
     for name in BENCHMARKS:
         lines += [f"| {' | '.join(row)} |" for row in results.get(name, {"rows": []})["rows"]]
-    return "\n".join([f"Measured on {results['machine']}.", "", *lines])
+    here = results["machine"]
+    others = [(name, results[name].get("machine", here)) for name in BENCHMARKS if name in results]
+    elsewhere = "".join(f"; {name} on {other}" for name, other in others if other != here)
+    return "\n".join([f"Measured on {here}{elsewhere}.", "", *lines])
 
 
 def write_readme(path: Path, text: str) -> None:
@@ -76,8 +82,9 @@ def main() -> None:
         options = ["--quick"] if args.quick else []
         if name == "layouts" and args.megatron:
             options += ["--megatron", args.megatron]
-        results[name] = run(name, *options)
-    results["machine"] = machine()
+        results[name] = run(name, *options) | {"machine": machine()}
+    if not args.names or "machine" not in results:
+        results["machine"] = machine()
     print(table(results))
     if not args.quick:
         RESULTS.write_text(json.dumps(results, indent=1) + "\n")

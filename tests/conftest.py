@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import signal
 import socket
 import sys
 import time
@@ -17,10 +18,12 @@ from hypothesis import settings
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # of a run in the background; its children would not hear it
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 from hpctrain import lab
 from hpctrain.lab import requirements
-from hpctrain.launch.zygote import Zygote
+from hpctrain.launch.local.zygote import Zygote
 from tests.user import user_of
 
 settings.register_profile("any machine", deadline=None)  # how long an example takes says nothing here
@@ -34,6 +37,7 @@ MODULES = (
     "hpctrain.parallel.parallelize",
     "hpctrain.sharding.none.engine",
     "hpctrain.sharding.deepspeed.engine",
+    "hpctrain.sharding.fsdp.engine",
     "hpctrain.train.loop",
 )
 PARENT = Zygote([name for name in MODULES if importlib.util.find_spec(name.split(".")[0])])
@@ -42,18 +46,23 @@ PARENT = Zygote([name for name in MODULES if importlib.util.find_spec(name.split
 NO_LAB = requirements.obstacle(accounting=True)
 """Why no private Slurm can be brought up on this machine; None if one can."""
 
+NO_RAILS = NO_LAB or requirements.obstacle_to_rails()
+"""The same for one with rails."""
+
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Tests that this machine cannot run are left out, not skipped.
 
-    Those marked `gpu` where nobody asked for them; those marked `slurm` where no lab can be brought up. In CI the
-    latter stay, and fail.
+    Those marked `gpu` where nobody asked for them; those marked `slurm` where no lab can be brought up, and `rails`
+    where it has no rails. In CI the latter stay, and fail.
     """
     marks = set()
     if "gpu" not in (config.option.markexpr or ""):
         marks.add("gpu")
     if NO_LAB and not os.environ.get("CI"):
         marks.add("slurm")
+    if NO_RAILS and not os.environ.get("CI"):
+        marks.add("rails")
     left_out = [item for item in items if any(item.get_closest_marker(mark) for mark in marks)]
     items[:] = [item for item in items if item not in left_out]
     config.hook.pytest_deselected(items=left_out)
@@ -62,6 +71,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     if NO_LAB and not os.environ.get("CI"):
         terminalreporter.write_line(f"Tests marked slurm were left out: {NO_LAB}")
+    elif NO_RAILS and not os.environ.get("CI"):
+        terminalreporter.write_line(f"Tests marked rails were left out: {NO_RAILS}")
 
 
 @pytest.fixture
@@ -131,3 +142,18 @@ def slurm(slurm_lab: lab.Cluster) -> Iterator[lab.Cluster]:
     while set(slurm_lab.node_states().values()) != {"idle"}:
         assert time.monotonic() < deadline, slurm_lab.node_states()
         time.sleep(0.1)
+
+
+@pytest.fixture(scope="session")
+def rails_lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[lab.Cluster]:
+    """A private Slurm of 4 nodes with 4 GPUs and 4 rails each, shared by all tests marked `rails`."""
+    with lab.cluster(lab.LabSpec(tmp_path_factory.mktemp("lab"), rails=4)) as cluster:
+        yield cluster
+
+
+@pytest.fixture
+def rails(rails_lab: lab.Cluster) -> Iterator[lab.Cluster]:
+    """The same with nothing amiss, before and after."""
+    yield rails_lab
+    rails_lab.run(["scancel", "--user=root"])
+    lab.heal(rails_lab)

@@ -12,7 +12,7 @@ from click.testing import CliRunner
 from hpctrain.cli import main
 from hpctrain.config.load import load
 from hpctrain.config.validate import validate
-from hpctrain.launch.profile import Profile, site
+from hpctrain.launch.slurm.profile import Profile, site
 from hpctrain.layout.schedule import SCHEDULES
 from hpctrain.layout.schedule_claims import claimed_bubble, claimed_peak
 from tests.test_readme import parse
@@ -84,4 +84,4 @@ def test_traps_have_the_tests_that_the_page_names() -> None:
 
 
 def test_there_is_something_to_test() -> None:
-    assert len(COMMANDS) > 14 and len(PROFILES) == 2 and len(SHOWN) == 3
+    assert len(COMMANDS) > 14 and len(PROFILES) == 2 and len(SHOWN) == 4

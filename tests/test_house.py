@@ -14,10 +14,14 @@ import pytest
 ROOT = Path(__file__).parents[1]
 FLOORS = (
     "errors",
+    "files",
+    "scratch",
     "config.schema",
     "layout",
     "config",
+    "cluster",
     "telemetry",
+    "plan",
     "model",
     "parallel",
     "sharding",
@@ -26,9 +30,15 @@ FLOORS = (
     "launch",
     "train",
     "verify",
+    "comms",
+    "scale",
     "lab",
     "cli",
 )
+LAUNCH = ("slurm", "life", "place", "meet", "proof", "rank", "health", "submit", "local")
+"""The rooms of `launch`, lowest first: the same rule holds between them."""
+PLAIN = ("errors", "files", "scratch", "config.schema", "layout", "config", "cluster", "plan")
+"""Floors that load no torch."""
 MODULES = {
     ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
     for path in sorted((ROOT / "hpctrain").rglob("*.py"))
@@ -75,6 +85,13 @@ def test_imports_go_down(module: str) -> None:
     assert climbing(module, MODULES[module].read_text()) == []
 
 
+@pytest.mark.parametrize("module", [m for m in MODULES if m.count(".") == 3 and m.startswith("hpctrain.launch.")])
+def test_imports_inside_launch_go_down(module: str) -> None:
+    home = LAUNCH.index(module.split(".")[2])
+    names = [name.split(".") for name in imported(ast.parse(MODULES[module].read_text()))]
+    assert not [n for n in names if n[:2] == ["hpctrain", "launch"] and LAUNCH.index(n[2]) > home]
+
+
 @pytest.mark.parametrize(
     ("module", "code", "up"),
     [
@@ -108,7 +125,7 @@ def top_level(tree: ast.Module) -> Iterator[ast.stmt]:
             waiting += [child for child in ast.iter_child_nodes(node) if isinstance(child, ast.stmt)]
 
 
-@pytest.mark.parametrize("module", [m for m in MODULES if room(m) in ("config", "config.schema", "layout", "cli")])
+@pytest.mark.parametrize("module", [m for m in MODULES if room(m) in (*PLAIN, "cli")])
 def test_no_torch_at_the_top(module: str) -> None:
     for node in top_level(ast.parse(MODULES[module].read_text())):
         if isinstance(node, (ast.Import, ast.ImportFrom)):
@@ -117,6 +134,6 @@ def test_no_torch_at_the_top(module: str) -> None:
 
 
 def test_plain_floors_load_no_torch() -> None:
-    plain = [m for m in MODULES if room(m) in ("errors", "config.schema", "layout", "config")]
+    plain = [m for m in MODULES if room(m) in PLAIN]
     code = f"import sys, {', '.join([*plain, 'hpctrain.cli', 'hpctrain.cli.config'])}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0

@@ -83,7 +83,7 @@ def test_installed_once_is_enough(tmp_path: Path) -> None:
 
 def test_make_alone_lists_the_targets() -> None:
     assert {line.split()[1] for line in make().stdout.splitlines()} == {
-        *("help", "install", "train", "test", "bench", "lab", "lab-down", "lint", "test-gpu", "clean")
+        *("help", "install", "train", "test", "bench", "reproduce", "lab", "lab-down", "lint", "test-gpu", "clean")
     }
 
 
@@ -101,8 +101,11 @@ def test_a_wheel_brings_recipes_and_site_profiles(tmp_path: Path) -> None:
     code = """if True:
         import hpctrain
         from hpctrain.config.load import recipes
-        from hpctrain.launch import snapshot
-        from hpctrain.launch.profile import profiles, site
+        from hpctrain.launch.submit import snapshot
+        from hpctrain.launch.slurm.profile import profiles, site
+        from hpctrain.plan.constants import constants
+        from hpctrain.plan.hardware import hardware
+        assert hardware("h100").domain.link in constants().links
         print(hpctrain.__file__, len(recipes()), *profiles(), len(site("generic").prologue), snapshot.checkout())
     """
     env = {**os.environ, "PYTHONPATH": str(tmp_path / "installed")}

@@ -46,8 +46,7 @@ def parse(arguments: list[str]) -> None:
     context = click.Context(main, info_name="hpctrain")
     command: click.Command | None = main
     while isinstance(command, click.Group) and arguments:
-        name, *arguments = arguments
-        command = command.get_command(context, name)
+        name, command, arguments = command.resolve_command(context, list(arguments))
         assert command is not None, f"no command {name}"
         context = click.Context(command, info_name=name, parent=context)
     assert command is not None

@@ -19,6 +19,7 @@ from benchmarks.rounds import Work
 from hpctrain.config.schema import RunConfig
 from hpctrain.sharding.deepspeed.config import zero_section
 from hpctrain.sharding.deepspeed.engine import load_deepspeed
+from hpctrain.sharding.deepspeed.ops import extensions_folder, obstacle, op_status
 
 
 def zero(config: RunConfig, stage: int, lean: bool = False) -> Work:
@@ -32,6 +33,28 @@ def zero(config: RunConfig, stage: int, lean: bool = False) -> Work:
         ours = zero_section(config.model_copy(update={"sharding": zero3}))
         section |= {key: value for key, value in ours.items() if key.startswith("stage3_")}
     settings = _settings(config, world) | {"zero_optimization": section}
+    engine = _initialize(model, settings, adamw(model.parameters(), config.optimizer))
+    return Work(_step(config, engine, dist.get_rank(), world), count / world)
+
+
+def on_disk(config: RunConfig, folder: str) -> Work:
+    """ZeRO 3 with weights and optimizer state on the disk of a folder, as its documentation sets it up: every size of
+    buffers, blocks and queues is its default, and so the first billion weights stay in memory (`max_in_cpu`).
+
+    torch's AdamW updates, as in ours; its own needs another op.
+
+    Raises:
+        RuntimeError: its op `async_io` is not built.
+    """
+    if (status := op_status("async_io", extensions_folder(), obstacle)).state != "built":
+        raise RuntimeError(f"DeepSpeed's op async_io: {status.state} ({status.detail})")
+    model = Llama(config)
+    count, world = sum(p.numel() for p in model.parameters()), dist.get_world_size()
+    away = {"device": "nvme", "nvme_path": folder}
+    settings = _settings(config, world) | {
+        "zero_optimization": {"stage": 3, "offload_optimizer": away, "offload_param": away},
+        "zero_force_ds_cpu_optimizer": False,
+    }
     engine = _initialize(model, settings, adamw(model.parameters(), config.optimizer))
     return Work(_step(config, engine, dist.get_rank(), world), count / world)
 

@@ -1,4 +1,4 @@
-"""PyTorch's own: DistributedDataParallel, DTensor tensor parallelism, torch.distributed.pipelining."""
+"""PyTorch's own: DistributedDataParallel, FSDP2, DTensor tensor parallelism, torch.distributed.pipelining."""
 
 from __future__ import annotations
 
@@ -30,6 +30,18 @@ def ddp(config: RunConfig) -> Work:
     wrapped = DistributedDataParallel(model, gradient_as_bucket_view=True)
     world = dist.get_world_size()
     return Work(_plain_step(config, model, wrapped, dist.get_rank(), world), _count(model) / world)
+
+
+def fully_sharded(config: RunConfig, reshard: bool) -> Work:
+    """FSDP2 as PyTorch's tutorial has it: every block, and then the model; weights let go after forward or kept."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    world = dist.get_world_size()
+    model, mesh = Llama(config), init_device_mesh("cpu", (world,))
+    for part in (*model.blocks, model):
+        fully_shard(part, mesh=mesh, reshard_after_forward=reshard)
+    return Work(_plain_step(config, model, model, dist.get_rank(), world), _count(model) / world)
 
 
 def tensor_parallel(config: RunConfig, sequence: bool) -> Work:

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from benchmarks import layouts
-from benchmarks.rounds import Contender, Record, Work, race
-from hpctrain.launch.zygote import Zygote
+from benchmarks.rounds import Contender, Record, Work, race, warm_up
+from hpctrain.launch.local.zygote import Zygote
 
 TINY = ("model.hidden=16", "model.heads=4", "model.kv_heads=2", "model.ffn=24", "model.vocab=512",
         "model.max_seq=16", "data.seq=8", "train.global_batch=4", "train.micro_batch=2")  # fmt: skip
@@ -19,24 +19,32 @@ LAYERS = {"tensor": 1, "pipeline": 4, "data": 1, "experts": 1, "context": 1}
 """Those that a family needs."""
 
 
+def one_round(family: str) -> dict[str, Any]:
+    """One round, in a process that has imported what all ranks need, as `python -m benchmarks.layouts` has."""
+    warm_up(layouts.IMPORTS)
+    return layouts.measure([family], [*TINY, f"model.layers={LAYERS[family]}"], 1)
+
+
 @pytest.mark.parametrize("family", layouts.LAYOUTS)
 def test_all_run(zygote: Zygote, family: str) -> None:
-    result = json.loads(json.dumps(layouts.measure([family], [*TINY, f"model.layers={LAYERS[family]}"], 1)))
+    result = json.loads(json.dumps(zygote.run(one_round, 0, family)[0]))
     ran, ours = set(result["families"][family]), layouts.LAYOUTS[family]
     peers = {name for name, (_, _, beside) in layouts.PEERS.items() if set(beside) & ours.keys()}
     absent = {name for name in peers if name.startswith("megatron")}
     whole = {layouts.WHOLE[family]} if family in layouts.WHOLE else set()
     assert ran == {layouts.LIMIT, layouts.PLAIN, *whole, *ours, *peers} - absent
     assert result["cannot_run"].keys() == absent
-    assert len(result["rows"]) == 1 + len(ours) * (1 + len(whole)) + sum(
-        name in beside for name in ours for _, _, beside in layouts.PEERS.values()
-    )
-    for _, measured, beside, ratio in result["rows"]:
-        assert re.fullmatch(r"[\d,]+ tokens/s", measured)
+    pairs = sum(name in beside for name in ours for _, _, beside in layouts.PEERS.values())
+    of_memory = [row for row in result["rows"] if "peak of a rank" in row[0]]
+    assert len(of_memory) == (pairs if family == "data" else 0)
+    assert len(result["rows"]) == 1 + len(ours) * (1 + len(whole)) + pairs + len(of_memory)
+    for what, measured, beside, ratio in result["rows"]:
+        unit = "MiB" if "peak of a rank" in what else "tokens/s"
+        assert re.fullmatch(rf"[1-9][\d,]* {unit}", measured)
         if "cannot run" in beside:
             assert beside.endswith("(--megatron PYTHON)") and ratio == "-"
         else:
-            assert re.fullmatch(r".+: [\d,]+ tokens/s", beside) and re.fullmatch(r"\d+\.\d\d", ratio)
+            assert re.fullmatch(rf".+: [1-9][\d,]* {unit}", beside) and re.fullmatch(r"\d+\.\d\d", ratio)
 
 
 def test_other_work_is_refused() -> None:

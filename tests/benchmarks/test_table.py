@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from benchmarks import checkpoint_save, data_access, run, training
-from hpctrain.launch.zygote import Zygote
+from benchmarks import checkpoint_save, collectives, data_access, run, training
+from hpctrain.launch.local.zygote import Zygote
 
 TINY = ("model.layers=1", "model.hidden=16", "model.heads=2", "model.vocab=32", "model.max_seq=16", "data.seq=8",
         "train.global_batch=4", "train.micro_batch=2")  # fmt: skip
@@ -24,8 +24,9 @@ def check(result: dict[str, Any], n_rows: int) -> None:
     rows = json.loads(json.dumps(result))["rows"]
     assert len(rows) == n_rows and len({(what, beside) for what, _, beside, _ in rows}) == n_rows
     for what, measured, beside, ratio in rows:
-        assert what and re.fullmatch(r"[\d,]+ (tokens/s|samples/s|MB/s)", measured)
-        assert re.fullmatch(rf".+: [\d,]+ {re.escape(measured.split()[1])}", beside)
+        assert what and re.fullmatch(r"[\d,]+ (tokens/s|samples/s|MB/s|Mbit/s a rank)", measured)
+        unit = re.escape(measured.partition(" ")[2])
+        assert re.fullmatch(rf".+: [\d,]+ {unit}", beside)
         assert re.fullmatch(r"\d+\.\d\d", ratio)
 
 
@@ -45,6 +46,20 @@ def test_checkpoint_save(zygote: Zygote, tmp_path: Path) -> None:
     check(result, 2)
     assert {name: len(times) for name, times in result["rounds"].items()} == {"raw": 2, "ours": 2, "dcp": 2}
     assert list(tmp_path.iterdir()) == []
+
+
+def test_collectives(zygote: Zygote) -> None:
+    found = zygote.run(collectives.over_gloo, 2, 2, 1)[0]
+    check({"rows": collectives.rows("gloo", "torch.distributed", found)}, 4)
+    made = [
+        {
+            "operation": "all_reduce",
+            "size": 1 << 20,
+            "seconds": {collectives.OURS: [2.0, 4.0], collectives.BARE: [1, 2]},
+        }
+    ]
+    (row,) = collectives.rows("MPI", "mpi4py", made)
+    assert row[3] == "0.50"
 
 
 def test_runs_a_script_and_reads_what_it_prints() -> None:
@@ -77,16 +92,21 @@ def test_the_table_goes_between_the_markers(tmp_path: Path) -> None:
         ]
 
 
+def test_results_of_another_machine_say_so() -> None:
+    results = {"machine": "a", "training": {"rows": [], "machine": "a"}, "rails": {"rows": [], "machine": "b"}}
+    assert run.table(results).startswith("Measured on a; rails on b.\n")
+
+
 @pytest.mark.parametrize("command", [["benchmarks/run.py"], ["-m", "benchmarks.run"]], ids=" ".join)
 def test_both_ways_to_start(command: list[str]) -> None:
     env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     done = subprocess.run([sys.executable, *command, "training", "cooking"], cwd=run.ROOT, env=env, capture_output=True,
                           text=True)  # fmt: skip
     assert done.returncode == 2
-    assert "no benchmark is called cooking; there are training, layouts, data_access, checkpoint_save" in done.stderr
+    assert f"no benchmark is called cooking; there are {', '.join(run.BENCHMARKS)}" in done.stderr
 
 
-@pytest.mark.parametrize("name", ["training", "layouts", "checkpoint_save"])  # the fourth has run above
+@pytest.mark.parametrize("name", [name for name in run.BENCHMARKS if name != "data_access"])  # which has run above
 def test_all_have_a_quick_way(name: str) -> None:
     done = subprocess.run([sys.executable, "-m", f"benchmarks.{name}", "--quick", "--help"], cwd=run.ROOT,
                           capture_output=True, text=True)  # fmt: skip

@@ -54,6 +54,19 @@ def test_float64_on_a_gpu_equals_the_reference(ranks, model):
     assert ranks(0, losses, config, 1)[0] == pytest.approx(reference(config).losses, rel=1e-9)
 
 
+@pytest.mark.parametrize("model", [{}, dict(position="learned", norm="layernorm", bias=True, dropout=0.0, tied=True)])
+@pytest.mark.parametrize("place", ["none", "cpu"])
+def test_fsdp2_in_float64_on_a_gpu_equals_the_reference(ranks, model, place):
+    config = make_config(model=model, sharding=dict(engine="fsdp", offload=dict(params=place, optimizer=place)))
+    assert ranks(0, losses, config, 1)[0] == pytest.approx(reference(config).losses, rel=1e-9)
+
+
+@pytest.mark.parametrize("precision,tolerance", [("float32", 1e-4), ("bf16", 3e-2), ("fp16", 1e-2)])
+def test_fsdp2_in_other_precisions_stays_beside_it(ranks, precision, tolerance):
+    config = make_config(train=dict(precision=precision, loss_scale=256.0), sharding=dict(engine="fsdp"))
+    assert ranks(0, losses, config, 1)[0] == pytest.approx(reference(config).losses, rel=tolerance)
+
+
 @pytest.mark.parametrize("precision,tolerance", [("float32", 1e-4), ("bf16", 3e-2), ("fp16", 1e-2)])
 def test_other_precisions_stay_beside_it(ranks, precision, tolerance):
     config = make_config(train=dict(precision=precision, loss_scale=256.0))

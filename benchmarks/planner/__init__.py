@@ -1,0 +1,1 @@
+"""The planner held against published tables, and the fit of its constants."""

@@ -38,17 +38,11 @@ class Group:
         """Put the calling process there; its children will be there too."""
         (self.folder / "cgroup.procs").write_text(str(os.getpid()))
 
-    def peak(self) -> int:
-        """Most bytes that were ever charged to it, page cache included."""
-        name = "memory.max_usage_in_bytes" if self.version == 1 else "memory.peak"
-        return int((self.folder / name).read_text())
-
-    def refusals(self) -> int:
-        """How often an allocation met the limit, whether something gave way then or not."""
-        if self.version == 1:
-            return int((self.folder / "memory.failcnt").read_text())
-        events = dict(line.split() for line in (self.folder / "memory.events").read_text().splitlines())
-        return int(events["max"])
+    def kills(self) -> int:
+        """How many of its processes the kernel ended for want of memory."""
+        name = "memory.oom_control" if self.version == 1 else "memory.events"
+        rows = (self.folder / name).read_text().splitlines()
+        return int(dict(line.split() for line in rows)["oom_kill"])
 
 
 @contextmanager

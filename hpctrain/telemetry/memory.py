@@ -110,12 +110,15 @@ def _left(mount: Path, path: str, limit: str, usage: str, cache: str) -> list[in
     return out
 
 
-M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, LARGE = -1, -3, 1 << 20
-"""Of mallopt(3), and the bytes from which on an allocation is a mapping of its own."""
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
+"""Of mallopt(3)."""
+
+LARGE = 1 << 20
+"""Bytes from which on an allocation is a mapping of its own, unless told otherwise."""
 
 
-def return_freed_memory() -> None:
-    """Have the C library give memory back to the system when it is freed.
+def return_freed_memory(bound: int = LARGE) -> None:
+    """Have the C library give memory back to the system when it is freed, and what has `bound` bytes or more at once.
 
     glibc raises the bound above which it does so to what was freed last, up to 32 MiB, and keeps what is below: a rank
     that drew initial values layer by layer, and let each go, held as much as the whole model. A bound that is set
@@ -124,4 +127,4 @@ def return_freed_memory() -> None:
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
         for parameter in (M_MMAP_THRESHOLD, M_TRIM_THRESHOLD):
-            mallopt(parameter, LARGE)
+            mallopt(parameter, bound)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import resource
 
 import torch.distributed as dist
@@ -15,8 +14,8 @@ kernel refuses it more (RLIMIT_DATA, which counts private memory that can be wri
 Measured need, to 4 MiB: one process 48 MiB for 1024 tokens and 72 MiB for 1536; a rank of eight 48 MiB for 8192, of
 which it holds 1024."""
 
-M_MMAP_THRESHOLD = -3
-"""Of mallopt(3): larger allocations are mappings of their own. Left alone the bound moves with what was freed, and how
+MAPPED = 64 << 10
+"""Bytes from which on an allocation is a mapping of its own. Left alone the bound moves with what was freed, and how
 much of a heap lies in pieces depends on the order in which ranks are served."""
 
 FITS = 1024
@@ -27,6 +26,7 @@ def train(seq, cp, allowed=ALLOWED):
     """A step on a sequence of one document, after a small one; its mean loss, or what there was no memory for."""
     from hpctrain.parallel.parallelize import build_model
     from hpctrain.sharding.build import build_engine
+    from hpctrain.telemetry.memory import return_freed_memory
 
     config = make_config(
         model=dict(hidden=64, heads=2, kv_heads=1, head_dim=32, ffn=1024, vocab=512, max_seq=seq, layers=2),
@@ -35,7 +35,7 @@ def train(seq, cp, allowed=ALLOWED):
         train=dict(precision="float32", global_batch=1, micro_batch=1),
     )
     mesh = make_mesh(config, dist.get_world_size())
-    assert ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 64 << 10)
+    return_freed_memory(MAPPED)
     model, records = build_model(config, mesh)
     engine = build_engine([model], records, mesh, config)
     train_step(engine, mesh, config.model_copy(update={"data": config.data.model_copy(update={"seq": 16 * cp})}), 0)

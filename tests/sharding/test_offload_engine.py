@@ -17,7 +17,7 @@ from hpctrain.layout.offload import DiskRates
 from hpctrain.telemetry.disk import keep_rates
 from tests.training import Trace, assemble, compare, make_config, run
 
-MODEL = {"layers": 4, "hidden": 21, "ffn": 210, "vocab": 1031, "tied": True}
+MODEL = {"layers": 4, "hidden": 21, "ffn": 70, "vocab": 331, "tied": True}
 """Its state is 20 to 60 chunks of a rank."""
 
 
@@ -27,7 +27,7 @@ def config_of(path: Path, stage: int, tp: int, pp: int, offload: dict[str, Any],
         model=MODEL,
         data={"seq": 13},
         parallel={"tp": tp, "pp": pp},
-        train={"precision": "float32", "micro_batch": 1, **train},
+        train={"precision": "float32", "global_batch": 4, "micro_batch": 1, **train},
         sharding={"stage": stage, "bucket_mib": 0.005, "offload": offload | ({"path": str(path)} if on_disk else {})},
     )
 

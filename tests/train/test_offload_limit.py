@@ -29,7 +29,7 @@ STATE = 16
 NO_GROUP = cgroups.obstacle()
 
 SHAPE = [
-    "model.layers=29", "model.hidden=768", "model.heads=12", "model.ffn=2048", "model.max_seq=64", "data.seq=64",
+    "model.layers=34", "model.hidden=768", "model.heads=12", "model.ffn=2048", "model.max_seq=64", "data.seq=64",
     "parallel.tp=1", "train.steps=3", "train.global_batch=1", "train.micro_batch=1", "train.log_every=1",
     "train.eval_batches=0", "optimizer.lr=5e-5", "optimizer.warmup_steps=1", "optimizer.schedule=constant",
     "train.recompute=full", "checkpoint.every=0", "checkpoint.at_end=false",

@@ -243,6 +243,7 @@ def load_deepspeed(device: torch.device) -> Any:
     patches.no_compiler_at_import()
     patches.no_repeated_warnings()
     patches.fp16_on_cpu(deepspeed.get_accelerator())
+    patches.devices_counted_once(deepspeed.get_accelerator())
     ensure_world(device)
     deepspeed.init_distributed(dist.get_backend(), auto_mpi_discovery=False, verbose=False, dist_init_required=False)
     return deepspeed

@@ -114,6 +114,13 @@ def fp16_on_cpu(accelerator: Any) -> None:
         accelerator.is_fp16_supported = lambda: True
 
 
+def devices_counted_once(accelerator: Any) -> None:
+    """`accelerator/cpu_accelerator.py device_count` starts the program numactl, and ZeRO 3 asks at every reduction."""
+    if accelerator.device_name() == "cpu":
+        count = accelerator.device_count()
+        accelerator.device_count = lambda: count
+
+
 @contextmanager
 def one_optimizer_class() -> Iterator[None]:
     """`runtime/engine.py _do_optimizer_sanity_check` gives bf16 stage 1 an optimizer class of its own.

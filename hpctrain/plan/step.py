@@ -125,16 +125,31 @@ def optimizer(machine: Machine, work: Work, points: Points, numel: Array, expert
     return np.where(points.offload == 0, on_device, 0.0), np.where(points.offload > 0, away, 0.0)
 
 
-def sends(machine: Machine, work: Work, points: Points) -> Array:
-    """Seconds from the end of a stage's work to when the next has it."""
+def sends(machine: Machine, work: Work, points: Points) -> tuple[Array, Array]:
+    """Seconds from the end of a stage's work to when the next has it: in one domain, and in another."""
     size = points.micro_batch * work.seq / points.cp * work.model.hidden * work.width
     parted = (points.sp == 1) | work.runtime.scatter_sends
-    away = points.dp * points.cp * points.tp >= machine.hardware.domain.devices
-    time = machine.send(size / np.where(parted, points.tp, 1), away)
+    near, far = (machine.send(size / np.where(parted, points.tp, 1), away) for away in (False, True))
     if work.runtime.scatter_sends:
         group = machine.group(points.tp, np.ones_like(points.tp))
-        time = time + np.where(points.sp == 1, 0.0, machine.collective("all_gather", size / points.tp, group))
-    return np.where(points.pp > 1, time, 0.0)
+        more = np.where(points.sp == 1, 0.0, machine.collective("all_gather", size / points.tp, group))
+        near, far = near + more, far + more
+    return np.where(points.pp > 1, near, 0.0), np.where(points.pp > 1, far, 0.0)
+
+
+def crossed(ranks: Array, pp: int, domain: int) -> list[Array]:
+    """Whether a pipeline leaves a domain between ranks i and i + 1 of it, and last between its last and its first:
+    one of a stage's `ranks` does, and the others wait for that."""
+    between = [((i + 2) * ranks - 1) // domain > i * ranks // domain for i in range(pp - 1)]
+    return [*between, pp * ranks > domain]
+
+
+def blocked(schedule: str, ways: Sequence[Array], rank: int) -> tuple[Array, Array]:
+    """Seconds that a rank which waits for its sends waits after a forward and after a backward."""
+    pp = len(ways)
+    if schedule == "interleaved":
+        return ways[rank], ways[rank - 1]
+    return ways[min(rank, pp - 2)], ways[max(rank - 1, 0)]
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from hpctrain.config.load import load, recipes
+from hpctrain.launch.slurm.rules import segment
 from hpctrain.layout.layout import Layout
 from hpctrain.plan import attention, layer
 from hpctrain.plan.constants import Constants, Line, Link, Measured, Profile, Training, constants
@@ -57,6 +58,25 @@ def test_collectives_in_a_domain_are_rings() -> None:
     assert seconds(machine, "all_gather", 1e9, group) == pytest.approx(7e9 / 450e9)
     assert seconds(machine, "reduce_scatter", 8e9, group) == pytest.approx(7e9 / 450e9)
     assert seconds(machine, "all_reduce", 8e9, Group(1, 1, 1)) == 0
+
+
+@pytest.mark.parametrize(
+    ("cluster", "devices", "inside"),
+    [
+        ("gb200-nvl72", 64, 72),  # one rack has them
+        ("gb200-nvl72", 128, 64),
+        ("gb200-nvl72", 144, 72),
+        ("gb200-nvl72", 76, 4),  # 19 hosts
+        ("gb200-nvl72", 2, 72),
+        ("dgx-h100", 512, 8),
+    ],
+)
+def test_a_job_takes_equally_many_hosts_of_each_domain(cluster: str, devices: int, inside: int) -> None:
+    """As `launch` asks Slurm for segments."""
+    machine = Machine(hardware(cluster), constants()).of(devices)
+    assert machine.hardware.domain.devices == inside
+    if devices > 72 and cluster == "gb200-nvl72":
+        assert inside == 4 * segment(devices // 4)
 
 
 def test_across_domains_a_ring_uses_the_ports_of_its_ranks() -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
+from typing import Literal
 
 import numpy as np
 
@@ -30,7 +31,7 @@ update), the half-precision weight written."""
 
 @dataclass(frozen=True)
 class Blocks:
-    """What the parts of the model cost a rank for a micro-batch, and how many elements of weights they have."""
+    """What the parts of the model cost a rank for a micro-batch, and how many elements they have that are trained."""
 
     dense: Cost
     routed: Cost | None
@@ -42,14 +43,20 @@ class Blocks:
     numel_expert: Array
 
 
+Kind = Literal["trained", "frozen", "packed"]
+"""Of parameters: beside adapters all others are frozen, and packed where they are in 4 bits."""
+
+
 @cache
-def numels(model: ModelConfig) -> dict[str, int]:
-    """Elements of a dense layer's parameters, of a routed layer's without its experts, of its experts, and of
-    embedding and head."""
+def numels(model: ModelConfig, kind: Kind = "trained") -> dict[str, int]:
+    """Elements of a kind: of a dense layer's parameters, of a routed layer's without its experts, of its experts, and
+    of embedding and head."""
     out = {"dense": 0, "routed": 0, "experts": 0, "ends": 0}
     routed = next((i for i in range(model.layers) if model.routed(i)), None)
     plain = next((i for i in range(model.layers) if not model.routed(i)), None)
     for spec in parameter_specs(model):
+        if kind != ("trained" if spec.trained else "packed" if spec.block else "frozen"):
+            continue
         if spec.layer is None:
             out["ends"] += spec.numel
         elif spec.layer == plain:
@@ -235,7 +242,7 @@ def everything_else(
     if work.model.moe:
         more = reduced(machine, work, points, expert, "edp")
         summed, gathered = summed + more[0], gathered + more[1]
-    if work.model.tied:  # both ends hold the embedding and sum its gradient
+    if work.model.tied and work.model.adapter is None:  # both ends hold the embedding and sum its gradient
         pair = machine.group(np.where(points.pp > 1, 2, 1), points.tp * points.cp * points.dp)
         summed = summed + machine.collective("all_reduce", ends * work.runtime.reduce_bytes, pair)
     if work.runtime.dp_overlap:

@@ -117,9 +117,10 @@ def played(layout: Layout, number: int, times: Sequence[Sequence[float]], latenc
     """
     virtual, ranks = layout.pp * layout.chunks, layout.pp
     shape = (layout.schedule, ranks, layout.chunks)
+    forward, inputs, weights = times
     if number * virtual <= MOST or number <= 5 * ranks:
-        return end(*shape, number, *times, latency)
+        return end(*shape, number, forward, inputs, weights, latency)
     short = (4 if ranks <= FEW else 2) * ranks + number % ranks
     longer = short + ranks
-    ends = [end(*shape, n, *times, latency) for n in (short, longer)]
+    ends = [end(*shape, n, forward, inputs, weights, latency) for n in (short, longer)]
     return ends[1] + (number - longer) / ranks * (ends[1] - ends[0])

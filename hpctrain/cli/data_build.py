@@ -173,7 +173,8 @@ def train(
             found = (c for s in listing.sources for c in chunks(Piece(s, 0, s.size), reading, advance))
             made = train_bpe((c.text for c in found if not c.bad), vocab)
     save(made, output, force)
-    click.echo(f"Trained {output}: {made.vocab:,} ids, {made.end_of_document} ends a document")
+    fewer = "" if made.vocab == vocab else f" of the {vocab:,} wanted, for the text has no more pairs to join"
+    click.echo(f"Trained {output}: {made.vocab:,} ids{fewer}; {made.end_of_document} ends a document")
 
 
 def _listing(paths: tuple[Path, ...], suffixes: tuple[str, ...], kind: Any, order: Any, output: Path) -> Listing:

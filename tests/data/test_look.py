@@ -118,6 +118,7 @@ def test_tokenizer_build_export_import(tmp_path):
         (tmp_path / "in" / f"{n}.txt").write_text(f"some words of text number {n}\n" * 20)
     said = run("tokenizer", "train", tmp_path / "t.json", tmp_path / "in", "--vocab", 280)
     assert "280 ids" in said and "is there already" in run("tokenizer", "train", tmp_path / "t.json", tmp_path, code=1)
+    assert " of the 5,000 wanted" in run("tokenizer", "train", tmp_path / "u.json", tmp_path / "in", "--vocab", 5000)
     run("build", tmp_path / "a.h5", tmp_path / "in", "--tokenizer", tmp_path / "t.json")
     said = run("export", tmp_path / "a.h5", tmp_path / "m", "--format", "megatron")
     crc = said.split("CRC-32 ")[1][:8]

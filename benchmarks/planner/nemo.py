@@ -20,6 +20,7 @@ from hpctrain.layout.layout import Layout
 from hpctrain.layout.stages import even
 from hpctrain.plan.candidates import candidates
 from hpctrain.plan.constants import constants
+from hpctrain.plan.gemm import Array
 from hpctrain.plan.hardware import hardware
 from hpctrain.plan.links import GAP, GRAPH_GAP, Machine
 from hpctrain.plan.room import room, weights_besides
@@ -27,6 +28,7 @@ from hpctrain.plan.screen import screen
 from hpctrain.plan.work import NAMES, Points, Work
 
 CLOSE = 1.05
+NOTHING = "nothing without recomputation fits by our memory model"
 
 
 def _gqa(layers: int, hidden: int, heads: int, kv: int, ffn: int, vocab: int, **more: object) -> ModelConfig:
@@ -80,8 +82,32 @@ def _number(row: dict[str, str], column: str) -> int:
     return int(float(row[column] or 1))
 
 
-def judge(row: dict[str, str]) -> Judged:
-    """One row."""
+@dataclass(frozen=True)
+class Case:
+    """A row that names enough: what is trained on what by which program, and the layout that is recommended."""
+
+    name: str
+    machine: Machine
+    config: RunConfig
+    work: Work
+    theirs: Points
+
+    @property
+    def devices(self) -> int:
+        return self.theirs.layout(0).world
+
+    def seconds(self, points: Points) -> Array:
+        """Of a step."""
+        return screen(self.machine, self.work, points).time
+
+    def judged(self, ours: Points) -> Judged:
+        """With the best layout that was found."""
+        ratio = float(self.seconds(self.theirs)[0] / self.seconds(ours)[0])
+        return Judged(self.name, ratio, "", text(self.theirs), text(ours))
+
+
+def case(row: dict[str, str]) -> Case | Judged:
+    """A row as it is priced, or why it is left out."""
     name = f"{row['row_id']} {row['model']} {row['size']} {row['system']} {row['dtype']} {_number(row, 'num_gpus')}"
     if row["task"] != "pre_train":
         return Judged(name, None, f"task {row['task']}")
@@ -92,8 +118,8 @@ def judge(row: dict[str, str]) -> Judged:
     seq = _number(row, "seq_len")
     model = MODELS[row["model"], row["size"]].model_copy(update={"max_seq": seq})
     gap = GRAPH_GAP if row["cuda_graphs"] in ("1", "1.0") else GAP
-    machine = Machine(hardware(CLUSTERS[row["system"]]), constants(), gap=gap)
     devices, batch = (_number(row, column) for column in ("num_gpus", "gbs"))
+    machine = Machine(hardware(CLUSTERS[row["system"]]), constants(), gap=gap).of(devices)
     config = RunConfig(
         model=model,
         data=DataConfig(seq=seq, document_mask=False),
@@ -106,19 +132,29 @@ def judge(row: dict[str, str]) -> Judged:
     theirs = _points(row, model, devices)
     if theirs is None:
         return Judged(name, None, "its layout does not divide devices or layers by our rules")
-    every = candidates(config, machine, devices)
+    return Case(name, machine, config, work, theirs)
+
+
+def best(one: Case) -> Points | None:
+    """The fastest layout that NeMo could choose and that fits by our memory model; None where none fits."""
+    machine, config, work, model = one.machine, one.config, one.work, one.work.model
+    every = candidates(config, machine, one.devices)
     allowed = (every.stage == 1) | ((every.dp * every.cp == 1) & (every.stage == 0))
     allowed &= np.array([even(model.layers, int(n)) is not None for n in every.pp * every.chunks])
     allowed &= (every.recompute == 0) & np.isin(every.schedule, [NAMES.index("1f1b"), NAMES.index("interleaved")])
     every = every.take(np.flatnonzero(allowed))
     have = work.runtime.usable(machine.hardware.gpu.memory.value)
-    every = every.take(np.flatnonzero(room(config, every, runtime, weights_besides(machine, work))[0] <= have))
-    if not len(every):
-        return Judged(name, None, "nothing without recomputation fits by our memory model")
-    times = screen(machine, work, every).time
-    best = int(np.argmin(times))
-    mine = float(screen(machine, work, theirs).time[0])
-    return Judged(name, mine / float(times[best]), "", _text(theirs, 0), _text(every, best))
+    every = every.take(np.flatnonzero(room(config, every, work.runtime, weights_besides(machine, work))[0] <= have))
+    return every.take(np.array([int(np.argmin(one.seconds(every)))])) if len(every) else None
+
+
+def judge(row: dict[str, str]) -> Judged:
+    """One row."""
+    one = case(row)
+    if isinstance(one, Judged):
+        return one
+    ours = best(one)
+    return one.judged(ours) if ours is not None else Judged(one.name, None, NOTHING)
 
 
 def _points(row: dict[str, str], model: ModelConfig, devices: int) -> Points | None:
@@ -129,15 +165,26 @@ def _points(row: dict[str, str], model: ModelConfig, devices: int) -> Points | N
     dp = devices // (tp * pp * cp)
     if not dp or (dp * cp * tp) % ep or _number(row, "gbs") % (dp * _number(row, "mbs")):
         return None
+    return _one(devices, tp=tp, pp=pp, cp=cp, ep=ep, chunks=chunks, micro_batch=_number(row, "mbs"))
+
+
+def _one(devices: int, tp: int, pp: int, cp: int, ep: int, chunks: int, micro_batch: int) -> Points:
+    dp = devices // (tp * pp * cp)
     layout = Layout(
         pp=pp, dp=dp, cp=cp, tp=tp, ep=ep, sp=tp > 1, chunks=chunks, schedule="interleaved" if chunks > 1 else "1f1b"
     )
-    return Points.one(layout, _number(row, "mbs"), "none", stage=1 if dp * cp > 1 else 0)
+    return Points.one(layout, micro_batch, "none", stage=1 if dp * cp > 1 else 0)
 
 
-def _text(points: Points, index: int) -> str:
+def text(points: Points) -> str:
+    """The first of some layouts, as the page of errors has it."""
     names = ("tp", "pp", "cp", "ep", "chunks", "micro_batch")
-    return " ".join(f"{name}={int(getattr(points, name)[index])}" for name in names)
+    return " ".join(f"{name}={int(getattr(points, name)[0])}" for name in names)
+
+
+def read_back(words: str, devices: int) -> Points:
+    """The layout that `text` wrote."""
+    return _one(devices, **{name: int(value) for name, value in (word.split("=") for word in words.split())})
 
 
 def judged(folder: Path = TABLES) -> list[Judged]:

@@ -131,7 +131,9 @@ class Row:
 
     def price(self, constants: Constants) -> Price:
         """Ours."""
-        return price(Machine(hardware(self.cluster), constants), self.work, self.layout, self.points)
+        return price(
+            Machine(hardware(self.cluster), constants).of(self.layout.world), self.work, self.layout, self.points
+        )
 
 
 def read(name: str, folder: Path = TABLES) -> list[dict[str, str]]:

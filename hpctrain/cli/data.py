@@ -15,13 +15,17 @@ if TYPE_CHECKING:
     from hpctrain.data.format import Header
 
 
+PATH = click.Path(path_type=Path, readable=False)
+"""Whether it can be read is found by what reads it, and said in one sentence."""
+
+
 @click.group(cls=Group)
 def data() -> None:
     """Build HDF5 corpora from text, and look at them."""
 
 
 @data.command(epilog="\b\nExample:  hpctrain data info corpora/stdlib.h5 --verify")
-@click.argument("path", metavar="FILE", type=click.Path(path_type=Path))
+@click.argument("path", metavar="FILE", type=PATH)
 @click.option("--verify", is_flag=True, help="Read all of it and compare the checksum.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def info(path: Path, verify: bool, as_json: bool) -> None:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
 
-from hpctrain.cli.data import data, report
+from hpctrain.cli.data import PATH, data, report
 
 if TYPE_CHECKING:
     from hpctrain.data.format import Header
@@ -31,7 +31,7 @@ STDIN = Path("-")
 def sourced(command: Callable[..., None]) -> Callable[..., None]:
     """Arguments and options about what is read."""
     for add in (
-        click.argument("sources", metavar="SOURCE...", type=click.Path(path_type=Path), nargs=-1, required=True),
+        click.argument("sources", metavar="SOURCE...", type=PATH, nargs=-1, required=True),
         click.option(
             "--suffix", "suffixes", multiple=True, help="Take only files in directories that end so; may be repeated."
         ),
@@ -51,7 +51,7 @@ def sourced(command: Callable[..., None]) -> Callable[..., None]:
 
 
 @data.command(epilog="\b\nExample:  hpctrain data build corpora/code.h5 ~/src --suffix .py --suffix .md")
-@click.argument("output", metavar="OUT", type=click.Path(path_type=Path))
+@click.argument("output", metavar="OUT", type=PATH)
 @sourced
 @click.option(
     "--order",
@@ -60,7 +60,7 @@ def sourced(command: Callable[..., None]) -> Callable[..., None]:
     show_default=True,
     help="Order of documents: by a hash of their names, or as they are found.",
 )
-@click.option("--tokenizer", type=click.Path(path_type=Path), help="A tokenizer.json; by default tokens are bytes.")
+@click.option("--tokenizer", type=PATH, help="A tokenizer.json; by default tokens are bytes.")
 @click.option("--end", help="Its token that ends a document, if that cannot be told from its name.")
 @click.option("--prompt", metavar="FIELD", help="Field of a record with what comes before the text and is not learnt.")
 @click.option("--unique", is_flag=True, help="Leave out documents whose text was there before.")
@@ -118,7 +118,7 @@ def build(
 
 
 @data.command(epilog="\b\nExample:  hpctrain data stdlib corpora/stdlib.h5")
-@click.argument("output", metavar="OUT", type=click.Path(path_type=Path))
+@click.argument("output", metavar="OUT", type=PATH)
 @click.option("--force", is_flag=True, help="Replace OUT if it is there and holds something else.")
 def stdlib(output: Path, force: bool) -> None:
     """Write the corpus OUT from the source files of this Python's standard library.
@@ -145,7 +145,7 @@ def tokenizer() -> None:
 @tokenizer.command(
     epilog="\b\nExample:  hpctrain data tokenizer train corpora/code.json ~/src --suffix .py --vocab 8192"
 )
-@click.argument("output", metavar="OUT", type=click.Path(path_type=Path))
+@click.argument("output", metavar="OUT", type=PATH)
 @sourced
 @click.option("--vocab", type=click.IntRange(1), default=32768, show_default=True, help="Number of ids.")
 @click.option("--force", is_flag=True, help="Replace OUT if it is there.")
@@ -173,7 +173,8 @@ def train(
             found = (c for s in listing.sources for c in chunks(Piece(s, 0, s.size), reading, advance))
             made = train_bpe((c.text for c in found if not c.bad), vocab)
     save(made, output, force)
-    click.echo(f"Trained {output}: {made.vocab:,} ids, {made.end_of_document} ends a document")
+    fewer = "" if made.vocab == vocab else f" of the {vocab:,} wanted, for the text has no more pairs to join"
+    click.echo(f"Trained {output}: {made.vocab:,} ids{fewer}; {made.end_of_document} ends a document")
 
 
 def _listing(paths: tuple[Path, ...], suffixes: tuple[str, ...], kind: Any, order: Any, output: Path) -> Listing:

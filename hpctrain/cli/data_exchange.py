@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from hpctrain.cli.data import data, report
+from hpctrain.cli.data import PATH, data, report
 from hpctrain.cli.data_build import progress, terminable
 
 if TYPE_CHECKING:
@@ -20,10 +20,10 @@ KINDS = ("megatron", "numpy", "cerebras")
 @data.command(
     "import", epilog="\b\nExample:  hpctrain data import corpora/web.h5 web_text_document --tokenizer gpt2.json"
 )
-@click.argument("output", metavar="OUT", type=click.Path(path_type=Path))
-@click.argument("source", metavar="SOURCE", type=click.Path(path_type=Path))
+@click.argument("output", metavar="OUT", type=PATH)
+@click.argument("source", metavar="SOURCE", type=PATH)
 @click.option("--format", "kind", type=click.Choice(KINDS), help="What SOURCE is, if its name does not say.")
-@click.option("--tokenizer", type=click.Path(path_type=Path), help="The tokenizer.json that its ids were made with.")
+@click.option("--tokenizer", type=PATH, help="The tokenizer.json that its ids were made with.")
 @click.option("--vocab", type=click.IntRange(1), help="Number of ids, where no tokenizer.json is at hand.")
 @click.option("--end", help="What ends a document: a token of the tokenizer.json, or with --vocab an id.")
 @click.option(
@@ -31,9 +31,7 @@ KINDS = ("megatron", "numpy", "cerebras")
     type=click.Choice(["uint8", "uint16", "uint32", "int32", "int64"]),
     help="Type of ids in a raw .bin file; it is never guessed.",
 )
-@click.option(
-    "--documents", type=click.Path(path_type=Path), help="numpy: a .npy file of where documents begin, and the end."
-)
+@click.option("--documents", type=PATH, help="numpy: a .npy file of where documents begin, and the end.")
 @click.option("--tokens", type=click.IntRange(1), help="How many tokens there must be, if that is known.")
 @click.option("--force", is_flag=True, help="Replace OUT if it is there.")
 def import_(
@@ -64,14 +62,14 @@ def import_(
 
 
 @data.command(epilog="\b\nExample:  hpctrain data export corpora/stdlib.h5 stdlib_text_document --format megatron")
-@click.argument("path", metavar="FILE", type=click.Path(path_type=Path))
-@click.argument("output", metavar="OUT", type=click.Path(path_type=Path))
+@click.argument("path", metavar="FILE", type=PATH)
+@click.argument("output", metavar="OUT", type=PATH)
 @click.option("--format", "kind", type=click.Choice(["megatron", "numpy"]), required=True, help="What to write.")
 @click.option("--force", is_flag=True, help="Replace what is there.")
 def export(path: Path, output: Path, kind: str, force: bool) -> None:
     """Write the tokens of a corpus for another tool: OUT.bin and OUT.idx, or OUT.npy and OUT.documents.npy.
 
-    What was written is read again and compared by count and checksum.
+    A damaged corpus is refused. What was written is read again and compared by count and checksum.
     """
     from hpctrain.data.arrays import write_array
     from hpctrain.data.corpus import Corpus
@@ -79,6 +77,7 @@ def export(path: Path, output: Path, kind: str, force: bool) -> None:
 
     corpus = Corpus.open(path)
     with terminable():
+        corpus.verify()
         files, crc = (write_megatron if kind == "megatron" else write_array)(corpus, output, force)
     written = " and ".join(map(str, files))
     click.echo(f"Wrote {written}: {corpus.header.tokens:,} tokens with CRC-32 {crc:08x} (as uint32)")

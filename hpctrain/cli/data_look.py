@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from hpctrain.cli.data import data
+from hpctrain.cli.data import PATH, data
 from hpctrain.cli.outputs import picture_file
 from hpctrain.cli.tables import columns
 
@@ -20,7 +20,7 @@ BAR = 40
 
 
 @data.command(epilog="\b\nExample:  hpctrain data sample corpora/stdlib.h5 --seq 64 --count 2")
-@click.argument("path", metavar="FILE", type=click.Path(path_type=Path))
+@click.argument("path", metavar="FILE", type=PATH)
 @click.option("--document", type=click.IntRange(0), help="Show this document; by default samples of a run are shown.")
 @click.option("--seq", type=click.IntRange(1), default=256, show_default=True, help="Tokens of a sample.")
 @click.option(
@@ -54,7 +54,7 @@ def sample(path: Path, document: int | None, seq: int, first: int, count: int, s
 
 
 @data.command(epilog="\b\nExample:  hpctrain data check corpora/stdlib.h5")
-@click.argument("paths", metavar="FILE...", type=click.Path(path_type=Path), nargs=-1, required=True)
+@click.argument("paths", metavar="FILE...", type=PATH, nargs=-1, required=True)
 def check(paths: tuple[Path, ...]) -> None:
     """Read corpora whole and compare them with their checksums; the first bad document of a damaged one is named."""
     from hpctrain.data.corpus import Corpus
@@ -66,7 +66,7 @@ def check(paths: tuple[Path, ...]) -> None:
 
 
 @data.command(epilog="\b\nExample:  hpctrain data stats corpora/stdlib.h5 --seq 1024 --plot stdlib.png")
-@click.argument("path", metavar="FILE", type=click.Path(path_type=Path))
+@click.argument("path", metavar="FILE", type=PATH)
 @click.option("--seq", type=click.IntRange(1), default=2048, show_default=True, help="Tokens of a sample.")
 @click.option("--plot", type=picture_file("--plot"), help="Draw lengths and frequencies of tokens into this file.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")

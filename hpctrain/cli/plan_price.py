@@ -52,9 +52,6 @@ def _start(
     from hpctrain.plan.work import Work
 
     config = load(recipe, overrides)
-    if config.model.adapter is not None:
-        kind = config.model.adapter.kind
-        raise ConfigError("model.adapter.kind", kind, "plans are for training of all weights", "use model.adapter=null")
     machine = Machine(hardware(cluster), constants(), measured(profile) if profile else None)
     if machine.profile and machine.profile.cluster != machine.hardware.name:
         allowed = f"was measured on {machine.profile.cluster}"
@@ -152,10 +149,10 @@ def _show_parts(plan: Plan, heading: str) -> None:
 
 
 def _show_calendar(plan: Plan, machine: Machine, devices: int) -> None:
-    from hpctrain.layout.parameters import parameter_specs
+    from hpctrain.layout.parameters import trained_specs
     from hpctrain.plan.goodput import checkpoint_seconds, goodput
 
-    numel = sum(spec.numel for spec in parameter_specs(plan.work.model))
+    numel = sum(spec.numel for spec in trained_specs(plan.work.model))
     stop = checkpoint_seconds(machine.hardware, numel, devices)
     left = goodput(machine.hardware, devices, stop)
     days = plan.config.train.steps * plan.seconds / DAY

@@ -68,6 +68,8 @@ def _npy(path: Path) -> Array:
         raise DataError(f"{path} has shape {shape} and type {getattr(array, 'dtype', '?')}; one dimension of integers "
                         f"is read.")  # fmt: skip
     assert isinstance(array, np.memmap)
+    if (size := array.offset + array.nbytes) != len(data):
+        raise DataError(f"{path} has {len(data):,} bytes, and an array that ends at {size:,}; get it again.")
     return data[array.offset : array.offset + array.nbytes].view(array.dtype)
 
 

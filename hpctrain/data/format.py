@@ -28,7 +28,7 @@ from typing import Any
 import h5py
 import numpy as np
 
-from hpctrain.errors import DataError
+from hpctrain.errors import DataError, first_line
 
 FORMAT = "hpctrain-tokens"
 VERSION = 1
@@ -131,9 +131,9 @@ def create(
         raw.write(bytes(STRUCTURE))
     arrays: list[tuple[str, int, np.dtype[Any]]] = [("documents", documents + 1, OFFSET)]
     arrays += [("checksums", documents, CHECKSUM)]
-    arrays += [("tokenizer", len(tokenizer), BYTE)] if tokenizer else []
-    arrays += [("tokens", tokens, token_dtype(vocab))]
+    arrays += [("tokens", tokens, token_dtype(vocab))]  # bytes come last: below a page HDF5 lays arrays end to end
     arrays += [("loss_mask", tokens, BYTE)] if loss_mask else []
+    arrays += [("tokenizer", len(tokenizer), BYTE)] if tokenizer else []
     how = {"libver": LIBVER, "locking": False, "alignment_threshold": PAGE, "alignment_interval": PAGE}
     with h5py.File(path, "w", **how) as file:
         _set(file, format=FORMAT, version=VERSION, complete=False)
@@ -273,7 +273,8 @@ def _header(path: Path, file: h5py.File) -> Header:
             loss_mask=bool(attrs.get("loss_mask", False)),
         )
     except (KeyError, TypeError, ValueError, OverflowError, RecursionError) as error:
-        raise DataError(f"Corpus {path} has an incomplete header ({error!r}); {REBUILD}.") from error
+        said = f"there is no {error}" if isinstance(error, KeyError) else first_line(error)
+        raise DataError(f"Corpus {path} has an incomplete header ({said}); {REBUILD}.") from error
 
 
 def _place(path: Path, file: h5py.File, name: str, length: int, dtype: np.dtype[Any]) -> int:

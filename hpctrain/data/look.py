@@ -43,10 +43,17 @@ class Stats:
 
 
 def stats(corpus: Corpus) -> Stats:
-    """Count everything once."""
+    """Count everything once.
+
+    Raises:
+        DataError: there are ids that the vocabulary does not have.
+    """
     counts = np.zeros(corpus.header.vocab, np.int64)
     for at in range(0, corpus.header.tokens, BLOCK):
-        counts += np.bincount(corpus.tokens[at : at + BLOCK], minlength=len(counts))
+        found = np.bincount(corpus.tokens[at : at + BLOCK], minlength=len(counts))
+        if len(found) > len(counts):
+            corpus.verify()  # which names the document
+        counts += found
     lengths = np.diff(corpus.documents)
     power = np.frexp(lengths.astype(np.float64))[1] - 1
     rows = [

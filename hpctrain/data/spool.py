@@ -18,6 +18,7 @@ from typing import BinaryIO
 from hpctrain.data.output import in_words
 from hpctrain.data.sources import SourceError
 from hpctrain.data.team import Team
+from hpctrain.errors import DataError
 from hpctrain.files import lock
 
 BLOCK = 1 << 20
@@ -38,13 +39,15 @@ def spool(output: Path, name: str, stream: BinaryIO | None, team: Team) -> Itera
 
     Raises:
         SourceError: the stream cannot be read.
-        DataError: another process has the folder, or it cannot be written.
+        DataError: another process has the folder, or it cannot be written. In sentences of the block the file is `-`.
     """
     folder = output.with_name(f".{output.name}.stdin")
     handle = team.first(lambda: _begin(folder, output))
     try:
         team.first(lambda: _copy(stream, folder / name, output))
         yield folder / name
+    except DataError as error:  # people know what they piped in by another name
+        raise type(error)(str(error).replace(str(folder / name), "-")) from error
     finally:
         if team.rank == 0:
             shutil.rmtree(folder, ignore_errors=True)

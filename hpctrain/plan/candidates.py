@@ -104,6 +104,7 @@ def _of_axes(config: RunConfig, tp: int, pp: int, cp: int, dp: int, offload: boo
         kinds = [
             (s, r, o)
             for s in stages
+            if s < 3 or model.adapter is None  # `config.adapters` refuses it
             for r in ((1, 0) if s == 3 else (1,))
             for o in ((0, 1, 2) if offload and s else (0,))
         ]

@@ -11,7 +11,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from hpctrain.config.keys import nearest
 from hpctrain.config.schema import Count, Section
@@ -23,14 +23,19 @@ if TYPE_CHECKING:
     from importlib.abc import Traversable
 
 Dtype = Literal["fp8", "bf16", "fp16", "float32", "float64"]
-Number = Annotated[float, Field(ge=0.0)]
 
 
 class Fact(Section):
-    """A number and who says so."""
+    """A number and who says so: it is divided by somewhere, so that it is above 0."""
 
-    value: Number
+    value: Annotated[float, Field(gt=0.0)]
     source: str = Field(min_length=3)
+
+
+class Maybe(Fact):
+    """A number of what there need not be any of."""
+
+    value: Annotated[float, Field(ge=0.0)]
 
 
 class Gpu(Section):
@@ -67,15 +72,20 @@ class Domain(Section):
 
 
 class Host(Section):
-    """One machine. Memory in bytes, bandwidths in bytes/s and each way; of PCIe for each device."""
+    """One machine. Memory in bytes, bandwidths in bytes/s and each way; of PCIe for each device.
+
+    Attributes:
+        nics: ports to other hosts; 0 where there is one host, or one domain, and nothing beyond it.
+        nvme: bytes of drives; 0 where there are none, and their rates are those of what checkpoints are written to.
+    """
 
     devices: Count
-    nics: Fact
+    nics: Maybe
     nic_bandwidth: Fact
     pcie_bandwidth: Fact
     memory: Fact
     memory_bandwidth: Fact
-    nvme: Fact
+    nvme: Maybe
     nvme_read: Fact
     nvme_write: Fact
 
@@ -103,7 +113,7 @@ class Failures(Section):
     """How often a device's share of the cluster fails, and what an interruption costs; hours and seconds."""
 
     device_mtbf_hours: Fact
-    restart_seconds: Fact
+    restart_seconds: Maybe
 
 
 class Hardware(Section):
@@ -117,6 +127,26 @@ class Hardware(Section):
     host: Host
     fabric: Fabric
     failures: Failures
+
+    @model_validator(mode="after")
+    def _has_ports(self) -> Hardware:
+        if not self.host.nics.value and self.fabric.kind != "single":
+            raise ValueError(
+                f"host.nics is 0, so no host reaches another, but fabric.kind is {self.fabric.kind}: "
+                "give the ports, or use kind single"
+            )
+        return self
+
+    def reaches(self, devices: int) -> None:
+        """Whether a job of so many devices can be.
+
+        Raises:
+            ConfigError: it takes more than one domain, and hosts have no ports.
+        """
+        most = self.domain.devices
+        if not self.host.nics.value and devices > most:
+            allowed = f"hosts of {self.name} have no ports to others (host.nics: 0), so {most} devices at most"
+            raise ConfigError("gpus", devices, allowed, f"use {most}, or give the ports")
 
     def peak(self, dtype: Dtype) -> float:
         """Dense FLOP/s of matrix products.

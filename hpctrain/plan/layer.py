@@ -6,9 +6,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from hpctrain.plan.adapters import Shape, adapted, shapes
 from hpctrain.plan.attention import Core, core
-from hpctrain.plan.gemm import Array, Device, gemm, streamed
+from hpctrain.plan.gemm import Array, Device, streamed
 from hpctrain.plan.links import CHANNELS, Machine
+from hpctrain.plan.products import Products, linear
 from hpctrain.plan.work import Phase, Points, Work
 
 
@@ -64,32 +66,6 @@ USER_BUFFERS = 0.1
 collections/llm/recipes/tp_overlap_configs/userbuffers.py)."""
 
 
-@dataclass(frozen=True)
-class Products:
-    """Matrix products of a part of a layer: forward, for the input's gradient, for the weight's."""
-
-    forward: Array = 0.0
-    inputs: Array = 0.0
-    weights: Array = 0.0
-
-    def __add__(self, other: Products) -> Products:
-        return Products(self.forward + other.forward, self.inputs + other.inputs, self.weights + other.weights)
-
-    def __mul__(self, times: Array) -> Products:
-        return Products(self.forward * times, self.inputs * times, self.weights * times)
-
-
-def linear(
-    device: Device, rows: Array, out: Array, inner: Array, batch: Array = 1.0, width: float = 2.0, added: float = 8.0
-) -> Products:
-    """A linear `[out, inner]` on `rows`; the weight's gradient is added to a sum, `added` bytes an element."""
-    return Products(
-        gemm(device, rows, out, inner, batch, width, width),
-        gemm(device, rows, inner, out, batch, width, width),
-        gemm(device, out, inner, rows, batch, width, added),
-    )
-
-
 def _gates(
     work: Work, device: Device, rows: Array, out: Array, inner: Array, batch: Array, width: float, added: float
 ) -> Products:
@@ -113,32 +89,34 @@ def layer(machine: Machine, work: Work, points: Points, routed: bool) -> Cost:
     forward, backward = forward + merged[0], backward + merged[1]
     ep = Phase()
     cast = 0.0 * tokens
-    shared_width = hidden  # numbers of a token that norms give to products, and that gradients of outputs have
+    wide = hidden  # numbers of a token that norms give to products, and that gradients of outputs have
     own_in, own_out = heads * head, (heads + 2 * kv) * head
     if routed:
         experts, ep, more, cast = _experts(machine, work, points, tokens)
         row, forward, backward = row + experts, forward + more, backward + more
         shared = model.moe.shared_ffn if model.moe else 0
-    if not routed or shared:
-        ffn = shared if routed else model.ffn_width
+    ffn = shared if routed else model.ffn_width
+    if ffn:
         column += _gates(work, device, tokens, ffn / tp, hidden, 1.0, narrow, added)
         row += linear(device, tokens, hidden, ffn / tp, width=narrow, added=added)
         inputs = 2 if model.gated else 1
         forward += tokens * ffn / tp * width * (inputs + 1)
         backward += tokens * ffn / tp * width * (2 * inputs + 1)
-        shared_width, own_in, own_out = shared_width + hidden, own_in + ffn / tp, own_out + inputs * ffn / tp
+        wide, own_in, own_out = wide + hidden, own_in + ffn / tp, own_out + inputs * ffn / tp
     if work.dtype == "fp8":
-        to_gather = tokens * shared_width
+        to_gather = tokens * wide
         forward += cast_bytes(machine, work, points, tokens * own_in + cast, to_gather, True)
         backward += cast_bytes(machine, work, points, tokens * own_out + cast, to_gather, False)
     scores = core(machine, work, points)
     kernels = 8.0 + 4 * routed
-    products = column + row
-    tp_forward, tp_inputs, tp_hidden = _tensor(machine, work, points, tokens, products, not routed or bool(shared))
+    linears = shapes(work, points, tokens, ffn) + (_of_experts(work, points, tokens) if routed else [])
+    products, more, again = adapted(work, device, linears, column + row)
+    forward, backward = forward + more, backward + again
+    tp_forward, tp_inputs, tp_hidden = _tensor(machine, work, points, tokens, products, bool(ffn))
     overlap = work.runtime.tp_overlap
     cp_forward, cp_backward = _context(machine, work, points, scores)
     fore = Phase(products.forward, scores.forward, streamed(device, forward, kernels), tp_forward, cp_forward, ep.ep)
-    again = Phase(
+    selective = Phase(
         attention=np.where(points.recompute == 1, scores.forward, 0.0), cp=cp_forward * (points.recompute == 1)
     )
     full = fore * (points.recompute == 2)
@@ -148,7 +126,7 @@ def layer(machine: Machine, work: Work, points: Points, routed: bool) -> Cost:
     beside = products.weights if overlap != "none" else 0.0
     share = USER_BUFFERS if overlap == "all" else CHANNELS
     weights = Phase(products.weights, tp=hidden_part(tp_hidden, beside, share))
-    return Cost(fore, back + again + full, weights)
+    return Cost(fore, back + selective + full, weights)
 
 
 def _pointwise(work: Work, points: Points, tokens: Array) -> tuple[Array, Array]:
@@ -187,9 +165,7 @@ def _experts(machine: Machine, work: Work, points: Points, tokens: Array) -> tup
     assert moe is not None
     narrow = 1.0 if work.dtype == "fp8" else width
     mine, etp, added = moe.experts / points.ep, points.etp, float(work.runtime.accumulate_bytes)
-    share = moe.capacity if moe.capacity and moe.overflow == "pad" else 1.0
-    rows = tokens * moe.top_k / points.tp * share
-    each = rows * etp * work.skew / mine
+    rows, each = _rows(work, points, tokens)
     together = np.minimum(mine, work.runtime.expert_streams) if work.runtime.expert_streams else mine
     apart = mine / together
     out = Products()
@@ -211,6 +187,24 @@ def _experts(machine: Machine, work: Work, points: Points, tokens: Array) -> tup
     moved = rows * model.hidden * width * 4 + rows * etp * model.expert_width / etp * width * 3
     operands = rows * etp * (model.hidden + model.expert_width / etp)
     return out, Phase(ep=sent + gathered), moved, operands
+
+
+def _rows(work: Work, points: Points, tokens: Array) -> tuple[Array, Array]:
+    """Tokens that a rank sends to experts, and those of each of its own."""
+    moe = work.model.moe
+    assert moe is not None
+    share = moe.capacity if moe.capacity and moe.overflow == "pad" else 1.0
+    rows = tokens * moe.top_k / points.tp * share
+    return rows, rows * points.etp * work.skew * points.ep / moe.experts
+
+
+def _of_experts(work: Work, points: Points, tokens: Array) -> list[Shape]:
+    """The linears of a rank's experts."""
+    model, each = work.model, _rows(work, points, tokens)[1]
+    assert model.moe is not None
+    width, mine = model.expert_width / points.etp, model.moe.experts / points.ep
+    into = Shape("experts", each, width, model.hidden, mine)
+    return [into] * (2 if model.gated else 1) + [Shape("experts", each, model.hidden, width, mine)]
 
 
 def _tensor(
@@ -280,6 +274,8 @@ def first(machine: Machine, work: Work, points: Points) -> Cost:
     gathered = np.where(sp, machine.collective("all_gather", whole / points.tp, group), 0.0)
     passes = 2 * width + (2 * width if work.model.position == "learned" else 0) + (3 if work.model.dropout else 0)
     forward = Phase(pointwise=streamed(device, size * passes, 3), tp=summed)
+    if work.model.adapter is not None:
+        return Cost(forward, Phase(), Phase())
     return Cost(forward, Phase(tp=gathered), Phase(pointwise=streamed(device, size * (width + 8), 2)))
 
 
@@ -304,5 +300,6 @@ def last(machine: Machine, work: Work, points: Points) -> Cost:
     fore = Phase(head.forward, 0.0, streamed(device, loss / 2 + size * 2 * width, 8), forward_tp)
     overlap = work.runtime.tp_overlap != "none"
     back = Phase(head.inputs, 0.0, streamed(device, loss / 2 + size * 3 * width, 6), 0.0 if overlap else backward_tp)
-    weights = Phase(head.weights, tp=hidden_part(backward_tp, head.weights) if overlap else 0.0)
+    product = head.weights if model.adapter is None else 0.0 * head.weights
+    weights = Phase(product, tp=hidden_part(backward_tp, product) if overlap else 0.0)
     return Cost(fore, back, weights)

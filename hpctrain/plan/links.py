@@ -13,7 +13,8 @@ meet them; all-to-all it meets fully.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -82,6 +83,21 @@ class Machine:
     profile: Profile | None = None
     gap: float = GAP
 
+    def of(self, devices: int) -> Machine:
+        """The same as a job of so many devices has it: of each domain it takes equally many hosts, the most that go,
+        as `launch` asks Slurm for with --segment, so that groups of ranks lie in domains alike.
+
+        Raises:
+            ConfigError: hosts have no ports, and one domain is too small.
+        """
+        self.hardware.reaches(devices)
+        domain, host = self.hardware.domain, self.hardware.host.devices
+        if devices <= domain.devices or domain.devices == host or devices % host:
+            return self
+        inside = int(_equal_parts(devices // host, domain.devices // host)) * host
+        made = domain.model_copy(update={"devices": inside})
+        return replace(self, hardware=self.hardware.model_copy(update={"domain": made}))
+
     def group(self, size: Array, stride: Array) -> Group:
         """The group of an axis whose neighbours are `stride` ranks apart; ranks fill one domain after another."""
         domain = self.hardware.domain.devices
@@ -105,8 +121,11 @@ class Machine:
 
     @property
     def port(self) -> float:
-        """Bytes/s that a device's share of the host's ports carries, each way."""
+        """Bytes/s that a device's share of the host's ports carries, each way; of no ports nobody asks, and they take
+        no time."""
         host = self.hardware.host
+        if not host.nics.value:
+            return math.inf
         return host.nics.value * host.nic_bandwidth.value / host.devices
 
     def collective(self, operation: str, payload: Array, group: Group) -> Array:

@@ -9,8 +9,9 @@ from hpctrain.layout.schedule import make_schedule
 
 KINDS = ("forward", "backward_input", "backward_weight", "backward")
 
-Step = tuple[int, int, int, bool, int, bool]
-"""Rank, place of its time, and twice a step that it waits for (-1: none) and whether that is another rank's."""
+Step = tuple[int, int, int, int, int, int]
+"""Rank, place of its time, and twice a step that it waits for (-1: none) and the place of the way from there: that
+between ranks i and i + 1 is i, that between the last and the first is the last, and -1 is none."""
 
 
 @lru_cache(maxsize=64)
@@ -44,7 +45,7 @@ def program(name: str, stages: int, chunks: int, micro_batches: int) -> tuple[St
             if missing is not None:
                 waiting[missing] = rank
                 break
-            waits = [(made[need][0], made[need][1] != rank) for need in needs] + [(-1, False)] * 2
+            waits = [(made[need][0], way(made[need][1], rank, stages)) for need in needs] + [(-1, -1)] * 2
             if kind != "backward_weight":
                 made[key := own if kind == "forward" else gradients + own] = (len(out), rank)
                 if (other := waiting.pop(key, None)) is not None:
@@ -52,6 +53,13 @@ def program(name: str, stages: int, chunks: int, micro_batches: int) -> tuple[St
             out.append((rank, KINDS.index(kind) * virtual + stage, *waits[0], *waits[1]))
             at[rank] += 1
     return tuple(out)
+
+
+def way(one: int, other: int, ranks: int) -> int:
+    """The place of the way between two ranks."""
+    if one == other:
+        return -1
+    return min(one, other) if abs(one - other) == 1 else ranks - 1
 
 
 def end(
@@ -62,16 +70,20 @@ def end(
     forward: Sequence[float],
     inputs: Sequence[float],
     weights: Sequence[float],
-    latency: float,
+    latency: Sequence[float],
 ) -> float:
-    """When the last rank is done; the same as `play` says."""
+    """When the last rank is done; the same as `play` says.
+
+    Args:
+        latency: of the ways between ranks, in the order of `Step`.
+    """
     times = [*forward, *inputs, *weights, *(i + w for i, w in zip(inputs, weights))]
     steps = program(name, stages, chunks, micro_batches)
-    done, free = [0.0] * (len(steps) + 1), [0.0] * stages
-    for place, (rank, key, a, far_a, b, far_b) in enumerate(steps):
+    done, free, ways = [0.0] * (len(steps) + 1), [0.0] * stages, [*latency, 0.0]
+    for place, (rank, key, a, way_a, b, way_b) in enumerate(steps):
         start = free[rank]
-        one = done[a] + latency if far_a else done[a]
-        two = done[b] + latency if far_b else done[b]
+        one = done[a] + ways[way_a]
+        two = done[b] + ways[way_b]
         if one > start:
             start = one
         if two > start:

@@ -21,7 +21,7 @@ from hpctrain.layout.stages import Stage
 from hpctrain.plan.gemm import Array
 from hpctrain.plan.links import Machine
 from hpctrain.plan.screen import KEYS, counts, unique
-from hpctrain.plan.step import numels
+from hpctrain.plan.step import Kind, numels
 from hpctrain.plan.work import NAMES, OWN, RECOMPUTE, Points, Runtime, Work
 
 
@@ -84,6 +84,26 @@ def _waiting(config: RunConfig, points: Points) -> Array:
     return tokens * (hidden + model.vocab / points.tp) * COMPUTE_BYTES[config.train.precision]
 
 
+FROZEN: tuple[Kind, ...] = ("frozen", "packed")
+
+
+def _frozen(config: RunConfig, dense: int, routed: int, ends: float, points: Points) -> Array:
+    """Bytes of what is not trained: its values, in 4 bits with a byte for each block where they are packed.
+
+    Args:
+        ends: share of embedding and head that the rank has.
+    """
+    adapter = config.model.adapter
+    if adapter is None:
+        return np.zeros(len(points))
+    out, compute = np.zeros(len(points)), COMPUTE_BYTES[config.train.precision]
+    for kind, width in zip(FROZEN, (float(compute), 0.5 + 1 / adapter.block)):
+        count = numels(config.model, kind)
+        own = dense * count["dense"] + routed * count["routed"] + ends * count["ends"]
+        out = out + width * (own / points.tp + routed * count["experts"] / (points.ep * points.etp))
+    return out
+
+
 def room(config: RunConfig, points: Points, runtime: Runtime = OWN, besides: float = 0.0) -> tuple[Array, Array]:
     """Bytes of the fullest rank on its device, and of its state where that is offloaded.
 
@@ -107,12 +127,16 @@ def room(config: RunConfig, points: Points, runtime: Runtime = OWN, besides: flo
         for rank in sorted({stages[0][0], stages[-1][0]}):
             mine = [stage for stage in stages if stage[0] == rank]
             layers, routed = sum(stage[1] for stage in mine), sum(stage[2] for stage in mine)
-            ends = 0 if not any(stage[3] for stage in mine) else count["ends"]
-            if pp > 1 and stages[0][0] != stages[-1][0]:
+            held_ends = any(stage[3] for stage in mine)
+            ends = count["ends"] if held_ends else 0
+            apart = pp > 1 and stages[0][0] != stages[-1][0]
+            if apart and model.adapter is None:
                 ends = vocab + count["ends"] % vocab  # embedding or head, and no more than the norm and positions
             dense = ((layers - routed) * count["dense"] + routed * count["routed"] + ends) / at.tp
             expert = routed * count["experts"] / (at.ep * at.etp)
             numel = dense + expert
+            half = 0.5 if apart and not model.tied else 1.0
+            frozen = _frozen(config, layers - routed, routed, held_ends * half, at)
             edp = at.dp * at.cp * at.tp // (at.ep * at.etp)
             shard = dense / (at.dp * at.cp) + expert / edp
             least = part["left"] if name in ZERO_BUBBLE else 0.0  # what weights' gradients wait for
@@ -126,7 +150,7 @@ def room(config: RunConfig, points: Points, runtime: Runtime = OWN, besides: flo
             live = alive * mean + np.maximum(part["passing"], part["passing_last"] * last)
             if last and runtime.defers and pp > 1:
                 live = live + np.minimum(number[some], runtime.defers) * _waiting(config, at)
-            total = besides * numel + live + 2.0 * part["handed"] * (pp > 1)
+            total = besides * numel + frozen + live + 2.0 * part["handed"] * (pp > 1)
             for stage in np.unique(at.stage):
                 rows = at.stage == stage
                 separate = compute < 4 or stage > 0

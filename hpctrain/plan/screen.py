@@ -21,7 +21,18 @@ from hpctrain.plan.gemm import Array
 from hpctrain.plan.layer import Cost
 from hpctrain.plan.links import Machine
 from hpctrain.plan.replay import end
-from hpctrain.plan.step import Blocks, Price, blocks, deferred, drained, everything_else, sends, zero3
+from hpctrain.plan.step import (
+    Blocks,
+    Price,
+    blocked,
+    blocks,
+    crossed,
+    deferred,
+    drained,
+    everything_else,
+    sends,
+    zero3,
+)
 from hpctrain.plan.work import NAMES, Phase, Points, Work
 
 T = TypeVar("T")
@@ -80,13 +91,16 @@ def screen(machine: Machine, work: Work, points: Points) -> Price:
     cost = taken(blocks(machine, work, points.take(index)), inverse)
     numel = (cost.numel_routed + cost.numel_expert) if cost.routed else cost.numel_dense
     extra = zero3(machine, work, points, numel, cost.routed or cost.dense)
-    send, number = sends(machine, work, points), points.micro_batches(work)
+    (near, far), number = sends(machine, work, points), points.micro_batches(work)
     index, inverse = unique(points, PIPELINE)
     out = Columns(len(points))
     for place, which in enumerate(index):
         chosen = np.flatnonzero(inverse == place)
         shape = (NAMES[int(points.schedule[which])], int(points.pp[which]), int(points.chunks[which]))
-        some = (taken(cost, chosen), taken(extra, chosen), send[chosen], number[chosen], points.recompute[chosen])
+        leaves = crossed((points.dp * points.cp * points.tp)[chosen], shape[1], machine.hardware.domain.devices)
+        ways = [np.where(away, far[chosen], near[chosen]) for away in leaves]
+        kind = points.recompute[chosen] * (shape[1] + 1) + sum(away.astype(np.int64) for away in leaves)
+        some = (taken(cost, chosen), taken(extra, chosen), ways, number[chosen], kind)
         out.put(chosen, _pipeline(work, shape, *some))
     rest = everything_else(machine, work, points, cost, out["layers"], out["backward"])
     names = ("compute", "tp", "cp", "ep", "pp bubble", "pp sends", "shard")
@@ -111,11 +125,16 @@ def _pipeline(
     shape: tuple[str, int, int],
     cost: Blocks,
     extra: tuple[Array, Array],
-    send: Array,
+    ways: Sequence[Array],
     number: Array,
-    recompute: Array,
+    kind: Array,
 ) -> dict[str, Array]:
-    """What the busiest rank spends in a step, and how long it waits, for points of one shape of pipeline."""
+    """What the busiest rank spends in a step, and how long it waits, for points of one shape of pipeline.
+
+    Args:
+        ways: seconds of sends between ranks, in the order of `crossed`.
+        kind: points that recompute and leave domains alike are alike.
+    """
     schedule, pp, chunks = shape
     each = counts(work.model, schedule, pp, chunks, work.runtime.even_stages)
     last, waiting = deferred(work, pp, number, cost.last)
@@ -125,9 +144,9 @@ def _pipeline(
     }
     parts = [kinds[layers, routed, end] for _, layers, routed, end in each]
     beside = work.runtime.sends_beside(schedule) or pp == 1
-    blocking = 0.0 if beside else send
-    forward = [part.forward.total + blocking for part in parts]
-    inputs = [part.backward_input.total + blocking for part in parts]
+    blocking = [(0.0, 0.0) if beside else blocked(schedule, ways, rank) for rank in range(pp)]
+    forward = [part.forward.total + blocking[stage[0]][0] for part, stage in zip(parts, each)]
+    inputs = [part.backward_input.total + blocking[stage[0]][1] for part, stage in zip(parts, each)]
     weights = [part.backward_weight.total for part in parts]
     held = [[i for i, stage in enumerate(each) if stage[0] == rank] for rank in range(pp)]
     busy = np.array([sum(forward[i] + inputs[i] + weights[i] for i in mine) for mine in held])
@@ -135,16 +154,19 @@ def _pipeline(
     if pp == 1:
         done = number * most
     else:
-        latency = send if beside else 0.0 * send
+        latency = ways if beside else [0.0 * way for way in ways]
         done = number * most
         if schedule == "1f1b":
             done = _one_f_one_b(forward, [i + w for i, w in zip(inputs, weights)], latency, number)
         else:
-            done = done + _waits(shape, (forward, inputs, weights), latency, number, most, recompute)
+            done = done + _waits(shape, (forward, inputs, weights), latency, number, most, kind)
     after = drained(done, waiting, [i + w for i, w in zip(inputs, weights)], pp) if pp > 1 else done
     layers = [sum(each[i][1] for i in mine) for mine in held]
     out: dict[str, Array] = {"pp bubble": np.maximum(0.0, after - number * most)}
-    out["pp sends"] = 2.0 * number * chunks * blocking if pp > 1 else 0.0 * send
+    out["pp sends"] = 0.0 * number
+    for rank in () if beside else np.unique(every):
+        waits = number * chunks * sum(blocking[rank])
+        out["pp sends"] = np.where(every == rank, waits, out["pp sends"])
     out["layers"] = np.full_like(most, max(layers))
     spent: dict[str, Array] = {}
     for rank in np.unique(every):
@@ -168,7 +190,12 @@ def _ends(cost: Blocks, end: int) -> tuple[Cost, ...]:
 
 
 def _waits(
-    shape: tuple[str, int, int], times: Sequence[list[Array]], latency: Array, number: Array, most: Array, kind: Array
+    shape: tuple[str, int, int],
+    times: Sequence[list[Array]],
+    latency: Sequence[Array],
+    number: Array,
+    most: Array,
+    kind: Array,
 ) -> Array:
     """Seconds that the busiest rank waits in a step, of schedules for which no formula holds when stages differ.
 
@@ -176,14 +203,14 @@ def _waits(
     nor on much else but how unlike the stages are. So the schedule is played for few points and read off between them.
 
     Args:
-        kind: points that recompute alike are alike.
+        kind: see `_pipeline`.
     """
     schedule, pp, chunks = shape
     forward, inputs, weights = (np.array(np.broadcast_arrays(*t)) for t in times)
     unlike = (forward[-1] + inputs[-1] + weights[-1]) / (forward[0] + inputs[0] + weights[0])
     out = np.zeros_like(most)
     enough = 4 * pp if pp <= FEW else 2 * pp
-    kind = (kind == 2) * 4 + np.minimum(number, enough) // pp
+    kind = kind * 5 + np.minimum(number, enough) // pp
     for one in np.unique(kind):
         some = np.flatnonzero(kind == one)
         ends = sorted({int(some[np.argmin(unlike[some])]), int(some[np.argmax(unlike[some])])}, key=lambda i: unlike[i])
@@ -191,25 +218,25 @@ def _waits(
         for i in ends:
             count = int(min(number[i], enough + number[i] % pp))
             f, b, w = (column[:, i].tolist() for column in (forward, inputs, weights))
-            done = end(schedule, pp, chunks, count, f, b, w, float(latency[i]))
+            done = end(schedule, pp, chunks, count, f, b, w, [float(way[i]) for way in latency])
             ratios.append((done - count * most[i]) / most[i])
         out[some] = np.interp(unlike[some], unlike[ends], ratios) * most[some]
     return out
 
 
-def _one_f_one_b(forward: list[Array], backward: list[Array], latency: Array, number: Array) -> Array:
+def _one_f_one_b(forward: list[Array], backward: list[Array], latency: Sequence[Array], number: Array) -> Array:
     """1F1B: a path goes down to a rank, stays there, and goes up; or, where that is longer, makes round trips to the
     last rank from there. Between a rank's forward and backward of one micro-batch there are as many others as ranks
     follow, fewer at the start and at the end."""
     pp = len(forward)
-    below = 0.0 * latency  # round trip from a rank to the last and back, its own work included
+    below = 0.0 * number  # round trip from a rank to the last and back, its own work included
     end = below
-    above = [0.0 * latency]
-    for f, b in zip(forward, backward):
-        above.append(above[-1] + f + b + 2 * latency)
+    above = [0.0 * number]
+    for f, b, way in zip(forward, backward, latency):
+        above.append(above[-1] + f + b + 2 * way)
     for rank in reversed(range(pp)):
         f, b = forward[rank], backward[rank]
-        below = below + f + b + (2 * latency if rank < pp - 1 else 0.0)
+        below = below + f + b + (2 * latency[rank] if rank < pp - 1 else 0.0)
         follow = pp - rank
         stay = number * (f + b)
         once = below + np.maximum(number - follow, 0) * f + (number - 1) * b

@@ -122,11 +122,12 @@ def search(
         ConfigError: none can run, or none fits; says what would.
     """
     work = work or Work.of(config)
-    points = candidates(config, machine, devices, offload)
+    points = candidates(config, machine.of(devices), devices, offload)
     if keeps is not None:
         points = points.take(np.flatnonzero(keeps(points)))
         if not len(points):
             raise ConfigError("layout", config.name, "no layout has these settings", "hold fewer of them")
+    machine = machine.of(devices)
     needed, away = room(config, points, work.runtime, weights_besides(machine, work))
     have = work.runtime.usable(machine.hardware.gpu.memory.value)
     host = machine.hardware.host
@@ -166,6 +167,7 @@ def priced(config: RunConfig, machine: Machine, devices: int, work: Work) -> Pla
         ConfigError: it cannot run on so many devices, or has a setting that has no price.
     """
     validate(config, devices)
+    machine = machine.of(devices)
     if (replicas := config.sharding.replicas) > 1:
         reason = "has no price here: state is taken to be sharded over all of dp x cp"
         raise ConfigError("sharding.replicas", replicas, reason, "use 1")
@@ -241,7 +243,7 @@ def _nothing(config: RunConfig, machine: Machine, points: Points, needed: object
     while more < devices * 1024:
         more *= 2
         try:
-            again = candidates(config, machine, more)
+            again = candidates(config, machine.of(more), more)
         except ConfigError:
             continue
         if float(np.min(room(config, again)[0])) <= have:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
+from typing import Literal
 
 import numpy as np
 
@@ -30,7 +31,7 @@ update), the half-precision weight written."""
 
 @dataclass(frozen=True)
 class Blocks:
-    """What the parts of the model cost a rank for a micro-batch, and how many elements of weights they have."""
+    """What the parts of the model cost a rank for a micro-batch, and how many elements they have that are trained."""
 
     dense: Cost
     routed: Cost | None
@@ -42,14 +43,20 @@ class Blocks:
     numel_expert: Array
 
 
+Kind = Literal["trained", "frozen", "packed"]
+"""Of parameters: beside adapters all others are frozen, and packed where they are in 4 bits."""
+
+
 @cache
-def numels(model: ModelConfig) -> dict[str, int]:
-    """Elements of a dense layer's parameters, of a routed layer's without its experts, of its experts, and of
-    embedding and head."""
+def numels(model: ModelConfig, kind: Kind = "trained") -> dict[str, int]:
+    """Elements of a kind: of a dense layer's parameters, of a routed layer's without its experts, of its experts, and
+    of embedding and head."""
     out = {"dense": 0, "routed": 0, "experts": 0, "ends": 0}
     routed = next((i for i in range(model.layers) if model.routed(i)), None)
     plain = next((i for i in range(model.layers) if not model.routed(i)), None)
     for spec in parameter_specs(model):
+        if kind != ("trained" if spec.trained else "packed" if spec.block else "frozen"):
+            continue
         if spec.layer is None:
             out["ends"] += spec.numel
         elif spec.layer == plain:
@@ -125,16 +132,31 @@ def optimizer(machine: Machine, work: Work, points: Points, numel: Array, expert
     return np.where(points.offload == 0, on_device, 0.0), np.where(points.offload > 0, away, 0.0)
 
 
-def sends(machine: Machine, work: Work, points: Points) -> Array:
-    """Seconds from the end of a stage's work to when the next has it."""
+def sends(machine: Machine, work: Work, points: Points) -> tuple[Array, Array]:
+    """Seconds from the end of a stage's work to when the next has it: in one domain, and in another."""
     size = points.micro_batch * work.seq / points.cp * work.model.hidden * work.width
     parted = (points.sp == 1) | work.runtime.scatter_sends
-    away = points.dp * points.cp * points.tp >= machine.hardware.domain.devices
-    time = machine.send(size / np.where(parted, points.tp, 1), away)
+    near, far = (machine.send(size / np.where(parted, points.tp, 1), away) for away in (False, True))
     if work.runtime.scatter_sends:
         group = machine.group(points.tp, np.ones_like(points.tp))
-        time = time + np.where(points.sp == 1, 0.0, machine.collective("all_gather", size / points.tp, group))
-    return np.where(points.pp > 1, time, 0.0)
+        more = np.where(points.sp == 1, 0.0, machine.collective("all_gather", size / points.tp, group))
+        near, far = near + more, far + more
+    return np.where(points.pp > 1, near, 0.0), np.where(points.pp > 1, far, 0.0)
+
+
+def crossed(ranks: Array, pp: int, domain: int) -> list[Array]:
+    """Whether a pipeline leaves a domain between ranks i and i + 1 of it, and last between its last and its first:
+    one of a stage's `ranks` does, and the others wait for that."""
+    between = [((i + 2) * ranks - 1) // domain > i * ranks // domain for i in range(pp - 1)]
+    return [*between, pp * ranks > domain]
+
+
+def blocked(schedule: str, ways: Sequence[Array], rank: int) -> tuple[Array, Array]:
+    """Seconds that a rank which waits for its sends waits after a forward and after a backward."""
+    pp = len(ways)
+    if schedule == "interleaved":
+        return ways[rank], ways[rank - 1]
+    return ways[min(rank, pp - 2)], ways[max(rank - 1, 0)]
 
 
 @dataclass(frozen=True)
@@ -220,7 +242,7 @@ def everything_else(
     if work.model.moe:
         more = reduced(machine, work, points, expert, "edp")
         summed, gathered = summed + more[0], gathered + more[1]
-    if work.model.tied:  # both ends hold the embedding and sum its gradient
+    if work.model.tied and work.model.adapter is None:  # both ends hold the embedding and sum its gradient
         pair = machine.group(np.where(points.pp > 1, 2, 1), points.tp * points.cp * points.dp)
         summed = summed + machine.collective("all_reduce", ends * work.runtime.reduce_bytes, pair)
     if work.runtime.dp_overlap:

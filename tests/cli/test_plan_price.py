@@ -24,10 +24,14 @@ def run(line: str) -> str:
     return result.stdout
 
 
-@pytest.mark.parametrize("recipe", ["lora", "qlora"])
-def test_adapters_have_no_price(recipe: str) -> None:
-    result = invoke(f"{recipe} --cluster dgx-h100 --gpus 8")
-    assert result.exit_code == 2 and "plans are for training of all weights" in result.stderr
+def test_adapters_fit_where_all_weights_do_not(tmp_path: Path) -> None:
+    """70 billion weights in 4 bits on one host, by layouts that run adapters; all of them need more."""
+    recipe = tmp_path / "best.yaml"
+    line = "llama-70b --gpus 8 --top 1 --json train.global_batch=8"
+    best = json.loads(run(f"{line} model.adapter.kind=qlora --write {recipe}"))[0]
+    assert 35e9 < best["memory_bytes"] * best["axes"]["tp"] * best["axes"]["pp"] < 8 * 80e9  # half a byte a weight
+    validate(load(recipe), 8)
+    assert invoke(line).exit_code == 2
 
 
 def test_the_best_layouts_with_reasons(tmp_path: Path) -> None:

@@ -8,9 +8,11 @@ import sys
 import sysconfig
 import time
 
+import click
 import pytest
 from click.testing import CliRunner
 
+from hpctrain.cli import main
 from hpctrain.cli.data import data
 from hpctrain.data.corpus import Corpus
 from hpctrain.errors import DataError
@@ -129,3 +131,13 @@ data(["build", {str(out / "c.h5")!r}, {str(tmp_path / "t.txt")!r}])
     time.sleep(0.1)
     process.send_signal(number)
     assert process.wait(30) != 0 and os.listdir(out) == []
+
+
+def test_no_right_to_read_is_said_by_what_reads():
+    """In one sentence; click would ask first, and print how the command is used."""
+    context = click.Context(main)
+    group = main.get_command(context, "data")
+    commands = [group.get_command(context, name) for name in group.list_commands(context)]
+    commands += commands[-1].commands.values()  # of tokenizer
+    paths = [p.type for c in commands for p in c.params if isinstance(p.type, click.Path)]
+    assert len(paths) > 10 and not any(path.readable for path in paths)

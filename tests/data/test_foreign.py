@@ -172,6 +172,13 @@ def test_numpy_that_is_no_tokens(tmp_path, array):
     refused("no sound .npy file", read_array, tmp_path / "t.npy", END)
 
 
+def test_numpy_with_more_than_its_array(tmp_path):
+    np.save(tmp_path / "t.npy", np.zeros(4, int))
+    with (tmp_path / "t.npy").open("ab") as file:
+        file.write(b"more")
+    refused("164 bytes, and an array that ends at 160", read_array, tmp_path / "t.npy", END)
+
+
 @pytest.mark.parametrize(
     "content", [b"PK\x03\x04 no zip", npy_header("(10**30,)"), npy_header("('a',)"), b"", b"\x93NUMPY\x09\x00"]
 )

@@ -205,6 +205,17 @@ def test_arrays_begin_on_pages_and_the_size_foretold_is_enough(corpus_of):
     assert good.stat().st_size <= format.file_size(header.tokens, header.documents, header.vocab)
 
 
+@pytest.mark.parametrize("stored", [0, 1, 501, 2047, 4095, 9999])
+@pytest.mark.parametrize("documents", [1, 3, 50, 511])
+def test_small_arrays_are_aligned_whatever_lies_among_them(tmp_path, stored, documents):
+    """Those below a page are laid end to end: a tokenizer.json of odd length must not come before tokens."""
+    for vocab, loss_mask in ((257, True), (70_000, False)):
+        path = tmp_path / f"{vocab}.h5"
+        places = format.create(path, 2 * documents + 1, documents, vocab, loss_mask=loss_mask, tokenizer=b"x" * stored)
+        assert places.tokens % format.token_dtype(vocab).itemsize == 0
+        assert places.documents % 8 == 0 and places.checksums % 4 == 0
+
+
 def test_no_lock_is_needed_or_taken(good, tmp_path):
     """A writer that locks the file does not keep a reader out."""
     copy = tmp_path / "copy.h5"

@@ -91,6 +91,20 @@ def test_stats(corpus, tmp_path):
     assert told["samples"]["best_fit"]["samples"] == pack(corpus.documents, 10).samples
 
 
+def test_damage_is_not_counted_nor_exported(corpus, tmp_path):
+    """An id that the vocabulary does not have, and one that it has: sentences, and no file."""
+    with h5py.File(corpus.path, "r+") as file:
+        at = file["tokens"].id.get_offset()
+    for value, said in ((60_000, "token id 60000"), (ord("z"), "its content has checksum")):
+        with corpus.path.open("r+b") as raw:
+            raw.seek(at)
+            raw.write(value.to_bytes(2, "little"))
+        assert said in run("export", corpus.path, tmp_path / "x", "--format", "megatron", code=1)
+        assert not list(tmp_path.glob("x*"))
+        if value > 256:
+            assert "the first bad document is 0" in run("stats", corpus.path, code=1)
+
+
 def test_waste_by_hand(corpus):
     """Windows of ten of 6 3 12 2 17 tokens: four ends in 30 places... the last document ends past what is read."""
     costs = waste(corpus, 10)
@@ -104,6 +118,7 @@ def test_tokenizer_build_export_import(tmp_path):
         (tmp_path / "in" / f"{n}.txt").write_text(f"some words of text number {n}\n" * 20)
     said = run("tokenizer", "train", tmp_path / "t.json", tmp_path / "in", "--vocab", 280)
     assert "280 ids" in said and "is there already" in run("tokenizer", "train", tmp_path / "t.json", tmp_path, code=1)
+    assert " of the 5,000 wanted" in run("tokenizer", "train", tmp_path / "u.json", tmp_path / "in", "--vocab", 5000)
     run("build", tmp_path / "a.h5", tmp_path / "in", "--tokenizer", tmp_path / "t.json")
     said = run("export", tmp_path / "a.h5", tmp_path / "m", "--format", "megatron")
     crc = said.split("CRC-32 ")[1][:8]

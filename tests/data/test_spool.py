@@ -28,6 +28,13 @@ def test_it_is_there_while_it_is_used(tmp_path):
     assert not file.exists() and not list(tmp_path.iterdir())
 
 
+def test_sentences_name_what_was_piped_in_as_the_user_does(tmp_path):
+    refused = pytest.raises(SourceError, match=r"^Source -, line 2: is no JSON\.$")
+    with refused, spool(tmp_path / "c.h5", "stdin.jsonl", io.BytesIO(b"abc"), Team()) as file:
+        raise SourceError(f"Source {file}, line 2: is no JSON.")
+    assert not list(tmp_path.iterdir())
+
+
 def test_the_same_bytes_are_the_same_source(tmp_path):
     """So that parts of a build that was killed are taken."""
     assert spooled(tmp_path, b"one") == spooled(tmp_path, b"one")

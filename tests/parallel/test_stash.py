@@ -56,7 +56,8 @@ def test_is_bit_equal(ranks: Any, disk: Path, place: str, recompute: str, stage:
 
 
 def peak(config: Any) -> tuple[int, int]:
-    """Most bytes of activations alive in a step, and bytes that went to a disk."""
+    """Most bytes alive in forward and backward, besides what is there before, and bytes that went to a disk. The
+    optimizer comes after that: what it makes of all layers' weights at once is more than is left of activations."""
     from hpctrain.parallel import stash
     from hpctrain.parallel.parallelize import build_chunks
     from hpctrain.sharding.build import build_engine
@@ -71,16 +72,23 @@ def peak(config: Any) -> tuple[int, int]:
     engine = build_engine(chunks, records, mesh, config)
     train_step(engine, mesh, config, 0)
     with LiveBytes() as live:
-        before = live.now()
+        before, step, until = live.now(), engine.step, []
+
+        def stepped(lr: float) -> Any:
+            until.append(live.peak)
+            return step(lr)
+
+        engine.step = stepped  # type: ignore[method-assign]
         train_step(engine, mesh, config, 1)
     disk = shelves[0]._disk.moved.written if shelves[0] else 0
-    return live.peak - before, disk
+    return until[0] - before, disk
 
 
 def test_a_disk_makes_room(ranks: Any, disk: Path) -> None:
-    """Of twelve layers three are there at most: one computes, one comes or goes, and what is copied is there twice."""
+    """Of twelve layers three are there at most: one computes, one comes or goes, and what is copied is there twice; and
+    gradients of all."""
     (less, moved), (all_of_it, none) = (
         ranks(1, peak, config_of(disk, place, "none", layers=12, tp=1))[0] for place in ("nvme", "none")
     )
     assert moved > all_of_it / 3 and none == 0
-    assert less < 0.55 * all_of_it, (less, all_of_it)
+    assert less < 0.5 * all_of_it, (less, all_of_it)

@@ -8,14 +8,17 @@ import numpy as np
 import pytest
 
 from hpctrain.config.load import load, recipes
+from hpctrain.launch.slurm.rules import segment
 from hpctrain.layout.layout import Layout
-from hpctrain.plan import attention, layer
+from hpctrain.layout.parameters import parameter_specs, trained_specs
+from hpctrain.plan import attention, layer, products
 from hpctrain.plan.constants import Constants, Line, Link, Measured, Profile, Training, constants
 from hpctrain.plan.gemm import FEED, FILL, NORM, Device, gemm
 from hpctrain.plan.goodput import goodput, interval
 from hpctrain.plan.hardware import hardware
 from hpctrain.plan.links import Group, Machine
 from hpctrain.plan.played import price
+from hpctrain.plan.step import ADAM_BYTES
 from hpctrain.plan.work import Points, Runtime, Work
 from hpctrain.telemetry.flops import flops_per_token
 
@@ -59,6 +62,25 @@ def test_collectives_in_a_domain_are_rings() -> None:
     assert seconds(machine, "all_reduce", 8e9, Group(1, 1, 1)) == 0
 
 
+@pytest.mark.parametrize(
+    ("cluster", "devices", "inside"),
+    [
+        ("gb200-nvl72", 64, 72),  # one rack has them
+        ("gb200-nvl72", 128, 64),
+        ("gb200-nvl72", 144, 72),
+        ("gb200-nvl72", 76, 4),  # 19 hosts
+        ("gb200-nvl72", 2, 72),
+        ("dgx-h100", 512, 8),
+    ],
+)
+def test_a_job_takes_equally_many_hosts_of_each_domain(cluster: str, devices: int, inside: int) -> None:
+    """As `launch` asks Slurm for segments."""
+    machine = Machine(hardware(cluster), constants()).of(devices)
+    assert machine.hardware.domain.devices == inside
+    if devices > 72 and cluster == "gb200-nvl72":
+        assert inside == 4 * segment(devices // 4)
+
+
 def test_across_domains_a_ring_uses_the_ports_of_its_ranks() -> None:
     machine = plain()
     one_a_host, all_of_host = machine.group(16, 8), machine.group(16, 1)
@@ -96,19 +118,25 @@ def test_all_to_all_pays_what_is_oversubscribed_and_rings_do_not() -> None:
     assert seconds(poor, "all_reduce", 1e9, far) == seconds(machine, "all_reduce", 1e9, far)
 
 
+def count_flops(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A product takes a second a FLOP, and so does attention."""
+
+    def counted(device: Device, m: float, n: float, k: float, batch: float = 1.0, *_: float) -> float:
+        return 2.0 * m * n * k * batch
+
+    monkeypatch.setattr(products, "gemm", counted)
+    monkeypatch.setattr(layer, "core", lambda machine, work, points: attention.Core(
+        attention.core_flops(work, points), 2 * attention.core_flops(work, points)))  # fmt: skip
+
+
 @pytest.mark.parametrize("recipe", [n for n in recipes() if "tiny" not in n and load(n).model.adapter is None])
 @pytest.mark.parametrize("tp", [1, 2])
 def test_a_steps_products_are_those_of_the_flop_counter(recipe: str, tp: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """With a product's time its FLOPs, and no others, a step takes what the counter says (routers apart)."""
 
-    def counted(device: Device, m: float, n: float, k: float, batch: float = 1.0, *_: float) -> float:
-        return 2.0 * m * n * k * batch
-
     config = load(recipe)
     model, seq = config.model, config.data.seq
-    monkeypatch.setattr(layer, "gemm", counted)
-    monkeypatch.setattr(layer, "core", lambda machine, work, points: attention.Core(
-        attention.core_flops(work, points), 2 * attention.core_flops(work, points)))  # fmt: skip
+    count_flops(monkeypatch)
     layout = Layout(tp=tp)
     made = price(plain(), Work(model, seq, 1, "bf16"), layout, Points.one(layout, 1))
     flops = tp * (float(made.detail["matmul"]) + float(made.detail["attention"])) / seq
@@ -118,6 +146,55 @@ def test_a_steps_products_are_those_of_the_flop_counter(recipe: str, tp: int, mo
         routers = 6 * routed * model.moe.experts * model.hidden * (tp - 1)  # each rank of tp has all tokens
     kv = max(0, tp - model.kv)
     assert kv == 0 and flops - routers == pytest.approx(flops_per_token(model, seq).causal, rel=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "adapter"),
+    [
+        ("llama-8b", ["kind=lora", "rank=16"]),
+        ("llama-8b", ["kind=lora", "targets=[q,v]"]),
+        ("gpt-tiny", ["kind=lora", "targets=[mlp]"]),
+        ("llama-8b", ["kind=qlora", "rank=64"]),
+        ("mixtral-8x7b", ["kind=lora", "targets=[attention,experts]"]),
+    ],
+)
+def test_products_beside_adapters_are_those_of_the_flop_counter(
+    recipe: str, adapter: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Frozen weights have no gradients: 4 FLOPs an element and token, and 6 for what adapters have."""
+    config = load(recipe, [f"model.adapter.{key}" for key in adapter])
+    count_flops(monkeypatch)
+    work = Work(config.model, config.data.seq, 1, "bf16")
+    made = price(plain(), work, Layout(), Points.one(Layout(), 1))
+    flops = (float(made.detail["matmul"]) + float(made.detail["attention"])) / work.seq
+    assert flops == pytest.approx(flops_per_token(config.model, work.seq).causal, rel=1e-9)
+
+
+def test_state_and_reductions_beside_adapters_are_of_their_elements() -> None:
+    """The optimizer passes over the elements of adapters alone, and so does the reduction of gradients."""
+    layout, machine = Layout(dp=16), Machine(hardware("dgx-h100"), constants())
+    whole, lora = (load("llama-8b", given) for given in ([], ["model.adapter.kind=lora", "model.adapter.rank=128"]))
+    parts = {}
+    for config in (whole, lora):
+        work = Work(config.model, 2048, 16, "bf16", Runtime(dp_overlap=False))
+        made = price(machine, work, layout, Points.one(layout, 1, stage=1))
+        trained = sum(spec.numel for spec in trained_specs(config.model))
+        parts[trained] = made.parts
+        assert made.parts["optimizer"] == pytest.approx(trained / 16 * ADAM_BYTES / machine.device("bf16").bandwidth)
+    (large, small), (all_, few) = sorted(parts, reverse=True), (parts[n]["dp"] for n in sorted(parts, reverse=True))
+    assert few / all_ == pytest.approx(small / large, rel=0.05)
+
+
+def test_four_bits_are_made_into_values_before_every_product() -> None:
+    """Half a byte and a share of a scale are read, two bytes written, of every linear, adapted or not, twice."""
+    made = {}
+    for kind in ("lora", "qlora"):
+        config = load("llama-8b", [f"model.adapter.kind={kind}", "model.adapter.targets=[q]"])
+        work = Work(config.model, 2048, 1, "bf16")
+        made[kind] = float(price(plain(), work, Layout(), Points.one(Layout(), 1)).detail["pointwise"])
+    numel = sum(spec.numel for spec in parameter_specs(config.model) if spec.block)
+    expected = 2 * numel * (0.5 + 1 / 64 + 2) / plain().device("bf16").bandwidth
+    assert made["qlora"] - made["lora"] == pytest.approx(expected)
 
 
 def test_skewed_experts_take_longer() -> None:

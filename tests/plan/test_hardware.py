@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from hpctrain.errors import ConfigError
 from hpctrain.plan.constants import constants
 from hpctrain.plan.hardware import Hardware, hardware, names
+from hpctrain.plan.links import Machine
 from hpctrain.telemetry.flops import peak_flops
 
 
@@ -73,11 +75,35 @@ def test_a_file_of_ones_own(tmp_path: Path) -> None:
         ("  devices: 8\n  bandwidth", "  devices: 0\n  bandwidth", "domain.devices"),
         ("fabric:\n", "fabrics: 1\nfabric:\n", "fabrics"),
         ("value: 25e9", "value: fast", "host.nic_bandwidth.value"),
+        ("value: 25e9", "value: 0", "host.nic_bandwidth.value: input should be greater than 0"),
+        ("nics: {value: 8", "nics: {value: 0", "host.nics is 0, so no host reaches another, but fabric.kind is rails"),
+        ("nics: {value: 8", "nics: {value: -1", "host.nics.value: input should be greater than or equal to 0"),
+        ("sms: {value: 108", "sms: {value: 0", "gpu.sms.value"),
+        ("oversubscription: {value: 1", "oversubscription: {value: 0", "oversubscription.value"),
     ],
 )
 def test_a_wrong_file_says_where(tmp_path: Path, old: str, new: str, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         hardware(str(changed(tmp_path, old, new)))
+
+
+def test_hosts_without_ports_are_alone(tmp_path: Path) -> None:
+    """`nics: 0` is one domain and nothing beyond it: larger jobs are refused, and others never ask for a port."""
+    path = changed(tmp_path, "nics: {value: 8", "nics: {value: 0")
+    path.write_text(path.read_text().replace("kind: rails", "kind: single"))
+    machine = Machine(hardware(str(path)), constants())
+    one, usual = machine.of(8), Machine(hardware("dgx-a100"), constants())
+    sizes = (np.array([2, 8]), np.array([1, 1]))
+    for operation in ("all_reduce", "all_to_all"):
+        times = [m.collective(operation, 1e8, m.group(*sizes)) for m in (one, usual)]
+        assert times[0] == pytest.approx(times[1]) and np.isfinite(times[0]).all()
+    assert float(one.send(1e8, False)) == float(usual.send(1e8, False))
+    with pytest.raises(ConfigError, match=r"gpus=16: hosts of dgx-a100 have no ports to others.*use 8"):
+        machine.of(16)
+
+
+def test_no_drives_are_a_fact(tmp_path: Path) -> None:
+    assert hardware(str(changed(tmp_path, "nvme: {value: 30e12", "nvme: {value: 0"))).host.nvme.value == 0
 
 
 def test_a_precision_without_units_is_refused() -> None:

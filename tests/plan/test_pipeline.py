@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import heapq
 import random
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -21,14 +22,15 @@ from hpctrain.plan.constants import constants
 from hpctrain.plan.hardware import hardware
 from hpctrain.plan.links import Machine
 from hpctrain.plan.played import played, price
-from hpctrain.plan.replay import end
+from hpctrain.plan.replay import end, way
 from hpctrain.plan.screen import screen
+from hpctrain.plan.step import blocked, crossed
 from hpctrain.plan.work import Points, Runtime, Work
 
 SHAPES = [("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("interleaved", 3), ("zb-h1", 1), ("zb-h1", 2), ("zb-v", 2)]
 
 
-def simulate(name: str, ranks: int, chunks: int, batches: int, times: Times) -> float:
+def simulate(name: str, ranks: int, chunks: int, batches: int, times: Times, ways: list[float]) -> float:
     """Events in order of time: a message arrives, or a rank is free; a rank begins its next action when it is free and
     has received what that needs. Written from what a pipeline does, without the library's dependencies."""
     schedule = make_schedule(name, ranks, chunks, batches)
@@ -59,7 +61,7 @@ def simulate(name: str, ranks: int, chunks: int, batches: int, times: Times) -> 
         sent = {"forward": ("out", stage + 1), "backward_weight": None}.get(kind, ("grad", stage - 1))
         if sent is not None and 0 <= sent[1] <= last:
             other = home[sent[1]]
-            delay = times.latency if other != rank else 0.0
+            delay = ways[way(rank, other, ranks)] if other != rank else 0.0
             # before the rank is free, so that it may go on with what it gave itself
             heapq.heappush(events, (done + delay, -count, other, (sent[0], stage, batch)))
     assert at == [len(order) for order in schedule.ranks]
@@ -76,8 +78,10 @@ def test_the_time_is_that_of_an_independent_simulation(
     (name, chunks), dice = shape, random.Random(seed)
     parts = [tuple(dice.uniform(0.5, 2) for _ in range(ranks * chunks)) for _ in range(3)]
     times = Times(*parts, latency=latency)
-    expected = simulate(name, ranks, chunks, batches, times)
-    assert end(name, ranks, chunks, batches, *parts, latency) == pytest.approx(expected, rel=1e-12)
+    alike, unlike = [latency] * ranks, [latency * dice.uniform(0, 2) for _ in range(ranks)]
+    for ways in (unlike, alike):
+        expected = simulate(name, ranks, chunks, batches, times, ways)
+        assert end(name, ranks, chunks, batches, *parts, ways) == pytest.approx(expected, rel=1e-12)
     assert play(make_schedule(name, ranks, chunks, batches), times).end == pytest.approx(expected, rel=1e-12)
 
 
@@ -87,7 +91,7 @@ def test_bubbles_are_those_of_the_formulas(name: str, chunks: int, ranks: int, b
     claim = claimed_bubble(name, ranks, chunks, batches)
     assert claim is not None
     each = (1 / chunks,) * (ranks * chunks)
-    done = end(name, ranks, chunks, batches, each, each, each, 0.0)
+    done = end(name, ranks, chunks, batches, each, each, each, [0.0] * ranks)
     assert 1 - 3 * batches / done == pytest.approx(claim.share)
 
 
@@ -95,11 +99,11 @@ def test_a_long_schedule_goes_on_as_its_middle_does(monkeypatch: pytest.MonkeyPa
     dice = random.Random(5)
     for name, chunks in (("1f1b", 1), ("interleaved", 2), ("zb-v", 2)):
         layout = Layout(pp=4, schedule=name, chunks=chunks)
-        times = Times(*(tuple(dice.uniform(1, 2) for _ in range(4 * chunks)) for _ in range(3)), latency=0.1)
+        times = [tuple(dice.uniform(1, 2) for _ in range(4 * chunks)) for _ in range(3)]
         monkeypatch.setattr(played_tier, "MOST", 10**9)
-        whole = played(layout, 160, times)
+        whole = played(layout, 160, times, [0.1, 0.3, 0.1, 0.3])
         monkeypatch.setattr(played_tier, "MOST", 1)
-        assert played(layout, 160, times) == pytest.approx(whole, rel=2e-3)
+        assert played(layout, 160, times, [0.1, 0.3, 0.1, 0.3]) == pytest.approx(whole, rel=2e-3)
 
 
 def sample(recipe: str, number: int, seed: int) -> list[tuple[Work, Layout, Points]]:
@@ -145,6 +149,51 @@ def test_a_batch_of_points_is_priced_as_each_alone() -> None:
     together = screen(machine, work, points).time
     alone = [float(screen(machine, work, points.take(np.array([i]))).time[0]) for i in range(len(points))]
     assert list(together) == pytest.approx(alone, rel=1e-12) and len(alone) > 5
+
+
+def test_ways_between_ranks() -> None:
+    """Neighbours, and the last with the first."""
+    assert [way(*pair, 4) for pair in ((0, 1), (2, 1), (2, 3), (3, 0), (0, 3), (2, 2))] == [0, 1, 2, 3, 3, -1]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "pp", "domain", "leaves"),
+    [
+        (8, 4, 8, [True] * 4),
+        (64, 2, 64, [True] * 2),
+        (16, 8, 64, [False, False, False, True, False, False, False, True]),
+        (4, 2, 8, [False, False]),  # all in one
+        (4, 4, 8, [False, True, False, True]),
+        (48, 3, 64, [True] * 3),  # one of a stage's ranks is enough
+    ],
+)
+def test_a_pipeline_leaves_a_domain_where_ranks_do(ranks: int, pp: int, domain: int, leaves: list[bool]) -> None:
+    """Each place of a rank and of its neighbour in the next stage, one by one."""
+    by_hand = [
+        any((s * ranks + i) // domain != ((s + 1) % pp * ranks + i) // domain for i in range(ranks)) for s in range(pp)
+    ]
+    assert [bool(away) for away in crossed(ranks, pp, domain)] == by_hand == leaves
+
+
+def test_ends_of_a_pipeline_wait_for_the_neighbour_they_have() -> None:
+    assert [blocked("1f1b", (1.0, 2.0, 9.0), rank) for rank in range(3)] == [(1.0, 1.0), (2.0, 1.0), (2.0, 2.0)]
+    assert [blocked("interleaved", (1.0, 2.0, 9.0), r) for r in range(3)] == [(1.0, 9.0), (2.0, 1.0), (9.0, 2.0)]
+
+
+def test_both_tiers_send_from_rack_to_rack() -> None:
+    """128 devices of racks of 72 take 64 of each of two: a pipeline of 8 leaves a rack twice, one of 2 always."""
+    machine, model = Machine(hardware("gb200-nvl72"), constants()).of(128), load("gpt-175b").model
+    domain = machine.hardware.domain.model_copy(update={"devices": 128})
+    whole = replace(machine, hardware=machine.hardware.model_copy(update={"domain": domain}))
+    cases = [(8, "interleaved", 4, "always"), (8, "1f1b", 1, "never"), (2, "1f1b", 1, "never")]
+    for pp, schedule, chunks, overlap in cases:
+        layout = Layout(pp=pp, dp=128 // (4 * pp), tp=4, sp=True, schedule=schedule, chunks=chunks)
+        work = Work(model, 2048, 8 * layout.dp, "bf16", Runtime(send_overlap=overlap))
+        points = Points.one(layout, 1)
+        a, b = screen(machine, work, points), price(machine, work, layout, points)
+        assert float(a.time[0]) == pytest.approx(float(b.time), rel=0.01), layout
+        assert float(a.parts["pp sends"][0]) == pytest.approx(b.parts["pp sends"])
+        assert float(b.time) > float(price(whole, work, layout, points).time)
 
 
 def test_sends_that_are_waited_for_cost_every_micro_batch() -> None:

@@ -112,6 +112,32 @@ def test_a_port_that_is_down_yields_to_one_as_near() -> None:
     assert dead.problems == ("rail a is down", "rail b is down")
 
 
+def split_node(*layers: str) -> Node:
+    """A NIC behind one bridge with each GPU, of these link layers."""
+    nics = tuple(fabric(f"mlx5_{i}", link_layer=layer) for i, layer in enumerate(layers))
+    gpus = tuple(Gpu(i, numa=0) for i in range(len(layers)))
+    reach = {
+        (gpu.key, nic.name): Distance.PIX if i == gpu.index else Distance.PHB
+        for gpu in gpus
+        for i, nic in enumerate(nics)
+    }
+    return Node(gpus=gpus, nics=nics, distances=reach)
+
+
+def test_of_as_many_near_nics_of_two_kinds_none_is_picked() -> None:
+    """Half of the GPUs have InfiniBand near and half Ethernet (RCCL's topo_4p2h_2nic): whichever was read first is no
+    better. Where more are of one kind, the others are no rails."""
+    even = assign_roles(split_node("ethernet", "infiniband"))
+    why = "near GPUs are as many NICs of ethernet and of infiniband"
+    assert [(nic.role, nic.why) for nic in even.nics] == [("unknown", why)] * 2
+    assert even.problems == (f"{why}: which of them are rails cannot be told",)
+    odd = assign_roles(split_node("ethernet", "infiniband", "infiniband"))
+    assert [nic.name for nic in odd.rails] == ["mlx5_1", "mlx5_2"] and odd.problems == ()
+    assert odd.nics[-1].why == "ethernet, where most near NICs are infiniband"
+    bare = assign_roles(split_node("ethernet", "infiniband", ""))
+    assert bare.rails == (), "what is not known could be either"
+
+
 def test_roles_that_are_told_stay() -> None:
     found = assign_roles(node(Nic("b", role="rail", why="told"), Nic("a", role="rail", why="told"), fabric("c")))
     assert [nic.name for nic in found.rails] == ["b", "a"]

@@ -5,6 +5,11 @@ machine, whose rank table has four CPUs' worth of places on each. Measured is th
 look for rank 0 to its verdict, which rank 0 gives once it has read and judged all arrivals and has written `proof.json`
 and `rank_table.json`. The two take turns.
 
+The hosts have addresses for names. A resolver whose request is lost waits 5 s before it asks again, and names that
+nobody knows once made these times 10 to 16 s. What cannot be helped from here: torch's TCPStore asks for the name of
+each process that connects (getnameinfo, in vain for addresses that /etc/hosts has), rank 0's of all of them, one after
+the other. Times of 5 s and more are those of a name server that loses requests.
+
     python -m benchmarks.proof [--rounds 9] [--ranks 16]
 """
 
@@ -28,7 +33,8 @@ from hpctrain.launch.place.machine import allowed_cpus
 from hpctrain.launch.slurm.profile import site
 from hpctrain.launch.slurm.rules import Slurm
 
-HOSTS = 4
+HOSTS = [f"127.0.1.{i}" for i in range(1, 5)]
+"""Addresses, so that no resolver is asked for names that it does not know."""
 
 
 def body(folder: str, table: str, proves: bool) -> dict[str, float]:
@@ -39,9 +45,9 @@ def body(folder: str, table: str, proves: bool) -> dict[str, float]:
 
     rank, world = dist.get_rank(), dist.get_world_size()
     dist.destroy_process_group()
-    per_host = world // HOSTS
+    per_host = world // len(HOSTS)
     os.environ.pop("GLOO_SOCKET_IFNAME", None)
-    os.environ |= {"SLURMD_NODENAME": f"n{rank // per_host}", TABLE_VARIABLE: table, "HPCTRAIN_RAILS": "lo"}
+    os.environ |= {"SLURMD_NODENAME": HOSTS[rank // per_host], TABLE_VARIABLE: table, "HPCTRAIN_RAILS": "lo"}
     os.environ |= {"HPCTRAIN_GPUS": ",".join(map(str, range(per_host)))}
     me = Identity(rank, world, rank % per_host, per_host, "srun", "bench")
     with process_group(me, Path(folder), "cpu", 60.0, proves=proves) as made:
@@ -52,12 +58,12 @@ def body(folder: str, table: str, proves: bool) -> dict[str, float]:
 
 def rank_table(ranks: int) -> str:
     """Text of the table of a job on hosts like this machine."""
-    cpus, per_host = allowed_cpus(), ranks // HOSTS
+    cpus, per_host = allowed_cpus(), ranks // len(HOSTS)
     gpus = tuple(Gpu(i, uuid=str(i), numa=0, cpus=cpus) for i in range(per_host))
     node = Node(gpus=gpus, nics=(Nic("lo", interface="lo", verbs=False, role="rail"),), numas=(Numa(0, cpus),))
-    tree = {"cluster": {"nodes": HOSTS, "gpus_per_node": per_host}, "parallel": {"tp": per_host}}
+    tree = {"cluster": {"nodes": len(HOSTS), "gpus_per_node": per_host}, "parallel": {"tp": per_host}}
     plan = JobPlan((RunConfig.model_validate({**tree, "model": {"heads": 16, "kv_heads": 16}}),), site("lab").profile)
-    return arrange(plan, 0, ("7", 0), [f"n{i}" for i in range(HOSTS)], node, None, Slurm()).job.dump()
+    return arrange(plan, 0, ("7", 0), HOSTS, node, None, Slurm()).job.dump()
 
 
 def measure(zygote: Zygote, ranks: int, rounds: int) -> dict[str, Any]:

@@ -181,6 +181,8 @@ def capture(output: Path | None) -> None:
 def _known(job: Job) -> list[str]:
     """What the table was made of."""
     nodes = f"nodes: {' and '.join(job.nodes[0].sources)}" if job.nodes else "nodes: not known; GPU i is near rail i"
+    if job.nodes and not job.nodes[0].gpus:
+        nodes += ", which tells of no GPUs"
     switches = "fabric: not known; every rail is one switch"
     if job.fabric is not None:
         switches = f"fabric: {' and '.join(job.fabric.sources) or job.fabric.kind}"

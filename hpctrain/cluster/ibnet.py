@@ -86,7 +86,7 @@ def _parse(text: str) -> _Net:
                 a, b = (here, there) if here[0] == "S" else (there, here)
                 net.cables[a, b] = None
                 net.switches[a] = None
-        elif line.startswith(("[", "Switch", "Ca")):
+        elif line.startswith(("[", "Switch", "Ca")) or (('"H-' in line or '"S-' in line) and not line.startswith("#")):
             net.lost.append(number)
         elif not line.strip() or line.startswith("vendid"):
             here = ""

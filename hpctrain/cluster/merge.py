@@ -109,9 +109,12 @@ class _Merger:
     def _match_nics(self, node: Node, who: str, before: str) -> dict[str, str]:
         names: dict[str, str] = {}
         clashes: dict[str, list[str]] = {}
+        kinds = {_known_by(nic) for nic in self.nics}
+        apart = False
         for nic in node.nics:
             place = next((i for i, n in enumerate(self.nics) if _same_nic(n, nic)), None)
             if place is None:
+                apart = apart or {"name": "address", "address": "name"}.get(_known_by(nic)) in kinds
                 same = next((n for n in self.nics if n.name == nic.name), None)
                 if same is not None:
                     clashes.setdefault("address", []).append(f"{nic.name}: {nic.pci}, {same.pci}")
@@ -129,6 +132,9 @@ class _Merger:
                 self.nics[place] = kept
             names[nic.name] = kept.name
         self._say(clashes, "NICs", who, before)
+        if apart:
+            one, two = f"{who} and {before}", "one has names of NICs without addresses, another addresses without names"
+            self.problems.append(f"{one}: {two}: they are not matched, and what is one NIC may be counted twice")
         return names
 
     def _say(self, clashes: Mapping[str, list[str]], what: str, who: str, before: str) -> None:
@@ -287,6 +293,11 @@ class _Merger:
                 )
             distances.update({p: d for p, d in pairs.items() if known[p] is Distance.UNKNOWN})
         return replace(node, distances=distances)
+
+
+def _known_by(nic: Nic) -> str:
+    """What a NIC can be matched by, if by one thing alone: NCCL's XML has addresses, a matrix has names."""
+    return "name" if not nic.pci else "address" if nic.name == nic.pci else ""
 
 
 def _same_nic(a: Nic, b: Nic) -> bool:

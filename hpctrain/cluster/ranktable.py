@@ -19,6 +19,7 @@ from hpctrain.cluster.fabric import Fabric
 from hpctrain.cluster.linkbytes import LINKS, Ints, LinkBytes, sends
 from hpctrain.cluster.node import Cpus, Node
 from hpctrain.cluster.slots import Slots, slots_of
+from hpctrain.cluster.slurmconf import some
 from hpctrain.cluster.unfold import Domains, Leaves, unfolded
 from hpctrain.config.schema import RunConfig
 from hpctrain.errors import ConfigError
@@ -178,6 +179,19 @@ def _of_node(node: Node, gpu: int, rail: int, cpus: Sequence[Cpus], local: int) 
     return out
 
 
+def _too_few(hosts: Sequence[str], nodes: Mapping[str, Node] | Node | None, places: Ints) -> list[str]:
+    """What is taken for granted of hosts whose nodes tell of some GPUs, and of fewer than they have places."""
+    each = np.bincount(places, minlength=len(hosts)).tolist()
+    known = [nodes if isinstance(nodes, Node) else (nodes or {}).get(host) for host in hosts]
+    gpus = [len(node.gpus) if node is not None else 0 for node in known]
+    short = [i for i in range(len(hosts)) if 0 < gpus[i] < each[i]]
+    if not short:
+        return []
+    who, first = some(hosts[i] for i in short), short[0]
+    seen = f"{gpus[first]} GPUs are known where {each[first]} ranks go"
+    return [f"{who}: {seen}; of the others GPU i is taken to be near rail i"]
+
+
 def rank_table(
     layout: Layout,
     hosts: Sequence[str],
@@ -214,7 +228,7 @@ def rank_table(
     fabric = unfolded(fabric, nodes, leaves, domains, per_node or 0)
     assumed = [said for said in fabric.problems if said not in told] if fabric is not None else []
     slots = slots_of(hosts, _rails(hosts, nodes, fabric, per_node, rails, layout), fabric)
-    slots = replace(slots, problems=(*slots.problems, *assumed))
+    slots = replace(slots, problems=(*slots.problems, *assumed, *_too_few(hosts, nodes, slots.node)))
     if len(slots.node) < layout.world:
         raise ConfigError(
             "cluster.nodes",

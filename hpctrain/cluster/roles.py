@@ -145,8 +145,11 @@ def _near_rails(node: Node, near: Mapping[str, tuple[Distance, list[Nic]]]) -> t
             for nic in nics:
                 verdicts[nic.name] = ("unknown", f"one of {len(nics)} NICs as near to {gpu}; other GPUs have {usual}")
         groups[gpu] = nics
-    layers: Counter[str] = Counter(nic.link_layer for nics in groups.values() for nic in nics if nic.link_layer)
-    main = max(layers, key=lambda layer: layers[layer]) if layers else ""
+    main, tied = _main_layer(groups.values())
+    if tied:
+        problems.append(f"near GPUs are as many NICs of {tied}: which of them are rails cannot be told")
+        for nic in (nic for nics in groups.values() for nic in nics):
+            verdicts.setdefault(nic.name, ("unknown", f"near GPUs are as many NICs of {tied}"))
     for gpu, nics in groups.items():
         for nic in nics:
             if nic.name in verdicts and verdicts[nic.name][0] != "rail":
@@ -157,6 +160,13 @@ def _near_rails(node: Node, near: Mapping[str, tuple[Distance, list[Nic]]]) -> t
             others = [g for g, same in groups.items() if any(n.name == nic.name for n in same)]
             verdicts[nic.name] = ("rail", f"{near[gpu][0].name} to {', '.join(others)}" + _extras(nic))
     return verdicts, problems
+
+
+def _main_layer(groups: Iterable[Sequence[Nic]]) -> tuple[str, str]:
+    """The link layer that most GPUs' near NICs have, "" where none is known; and in words those of a tie."""
+    layers = Counter(nic.link_layer for nics in groups for nic in nics if nic.link_layer)
+    most = [layer for layer, times in layers.items() if times == max(layers.values())]
+    return (most[0], "") if len(most) == 1 else ("", " and of ".join(most))
 
 
 def _extras(nic: Nic) -> str:

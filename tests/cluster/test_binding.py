@@ -63,6 +63,15 @@ def test_memory_of_a_gpu_has_no_cpus() -> None:
     assert cpu_sets(machine, range(3)) == ((0, 1, 2, 3), (), ())
 
 
+def test_memory_that_a_gpu_names_has_no_cpus() -> None:
+    """NVML tells which NUMA nodes are memory of a GPU, of any of the node's, where /sys does not mark them."""
+    gpus = (Gpu(0, numa=0, memory=(2,)), Gpu(1, numa=2))
+    machine = Node(gpus=gpus, numas=(Numa(0, (0, 1)), Numa(2, (8, 9))))
+    assert near_cpus(machine, gpus[1]) == (None, ()) and near_cpus(machine, gpus[0]) == (0, (0, 1))
+    told = Gpu(1, numa=2, cpus=(0,))
+    assert near_cpus(Node(gpus=(gpus[0], told), numas=machine.numas), told) == (0, (0,))
+
+
 def test_what_nothing_says_is_not_guessed() -> None:
     machine = node(Numa(0, (0, 1)), Numa(1, (2, 3)), near=(None, 1))
     assert cpu_sets(machine, (0, 1)) == ((), (2, 3))

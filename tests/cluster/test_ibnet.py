@@ -100,6 +100,15 @@ def test_two_devices_on_one_leaf_and_a_host_on_a_spine() -> None:
     assert any("ufm: on switches that are no leaves" in problem for problem in fabric.problems)
 
 
+@pytest.mark.parametrize("damaged", ["(1]", "[x]", "1]", "Swtch", " [1]"])
+def test_a_line_with_a_device_that_is_no_port_is_said(damaged: str) -> None:
+    """Whatever became of its beginning: a device is named in it."""
+    text = 'Switch 4 "S-01" # "leaf;l1" base\n[1] "H-0a"[1](0a) # "n1 mlx5_0"\n[2] "H-0b"[1](0b) # "n2 mlx5_0"\n'
+    assert set(from_ibnetdiscover(text).leaves) == {"n1", "n2"} and not from_ibnetdiscover(text).problems
+    found = from_ibnetdiscover(text.replace("[1]", damaged, 1))
+    assert set(found.leaves) == {"n2"} and "line 2: not understood" in found.problems
+
+
 def test_a_file_that_ends_early_gives_the_part_that_is_there(real: str) -> None:
     part = from_ibnetdiscover(real[: len(real) // 8 + 20])
     whole = from_ibnetdiscover(real)

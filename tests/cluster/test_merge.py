@@ -141,6 +141,19 @@ def test_matrices_match_by_index_only_if_all_are_there() -> None:
     assert full.nvlinks["gpu0", "gpu7"] == 18 and full.gpus[3].numa == 0 and full.gpus[3].pci == "0000:4b:00.0"
 
 
+def test_names_and_addresses_of_nics_do_not_meet() -> None:
+    """A matrix has names and a vendor's XML addresses: each NIC is there twice, and this is said. A reading with both
+    brings them together."""
+    drawn = Node(nics=(Nic("mlx5_0"), Nic("mlx5_1")), sources=("matrix",))
+    xml = Node(nics=(Nic("0101:00:00.0", "0101:00:00.0"), Nic("0102:00:00.0", "0102:00:00.0")), sources=("XML",))
+    root = Node(nics=(Nic("mlx5_0", "0101:00:00.0"), Nic("mlx5_1", "0102:00:00.0")), sources=("sysfs",))
+    for order in ([drawn, xml], [xml, drawn]):
+        both = merge(order)
+        assert len(both.nics) == 4 and said(both, "not matched", "counted twice")
+    for order in ([root, drawn, xml], [root, xml, drawn]):
+        assert [nic.name for nic in merge(order).nics] == ["mlx5_0", "mlx5_1"] and not merge(order).problems
+
+
 def test_nvlinks_win_over_paths_and_differ_in_words() -> None:
     xml = read_node(DATA / "nccl_xml/azure_ndv5-topo.xml")
     good = smi_topo.read(Machine(8, 0).tabbed(), "matrix")

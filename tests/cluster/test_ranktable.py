@@ -287,3 +287,16 @@ def test_hosts_follow_the_fabric_and_not_their_names() -> None:
     assert {link: n / (4 * 8.0) for link, n in data.items()} == {"leaf": 64 - 8, "spine": 6, "core": 2}
     assert table.slurm["by name"].by_axis["data"]["core"] == 64 * 4 * 8.0
     assert table.slurm["by topology"].by_axis["data"]["core"] == 64 * 4 * 8.0
+
+
+def test_gpus_that_no_node_tells_of_are_said() -> None:
+    """A file of a machine with fewer GPUs, or one that breaks off; a node without any is one of CPUs."""
+    four = Node(gpus=tuple(Gpu(i) for i in range(4)))
+    said = "a: 4 GPUs are known where 8 ranks go; of the others GPU i is taken to be near rail i"
+    layout = Layout(dp=2, tp=8)
+    assert said in rank_table(layout, ["a", "b"], {"a": four}, None, per_node=8).problems
+    both = rank_table(layout, ["a", "b"], four, None, per_node=8).problems
+    assert said.replace("a:", "a, b:", 1) in both
+    for node, places in ((four, 4), (Node(), 8), (None, 8)):
+        hosts = [f"n{i}" for i in range(16 // places)]
+        assert not any("are known" in one for one in rank_table(layout, hosts, node, None, per_node=places).problems)

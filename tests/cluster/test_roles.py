@@ -71,6 +71,73 @@ def test_a_far_fabric_port_is_storage_only_if_much_is_known() -> None:
     assert role(assign_roles(routed), "st") == "storage"
 
 
+def test_storage_is_active() -> None:
+    """A far port of which it is not known whether it is up could be anything."""
+    for state, expected in (("active", "storage"), ("", "unknown"), ("down", "unknown")):
+        base = node(fabric("mlx5_0"), fabric("st", state=state, default_route=False), reach=Distance.PIX)
+        far = {("gpu0", "st"): Distance.SYS, ("gpu1", "st"): Distance.SYS}
+        assert role(assign_roles(replace(base, distances={**base.distances, **far})), "st") == expected, state
+
+
+@pytest.mark.parametrize(
+    ("facts", "rails"),
+    [
+        ({"rate_gbit": 400.0, "state": ""}, 2),
+        ({"rate_gbit": None, "state": "active"}, 2),
+        ({"rate_gbit": None, "state": ""}, 0),
+        ({"rate_gbit": None, "state": "down"}, 0),
+        ({"rate_gbit": 400.0, "state": "active", "link_layer": ""}, 0),
+    ],
+)
+def test_ports_that_all_gpus_share_are_known(facts: dict[str, object], rails: int) -> None:
+    """As near to every GPU, they are rails only with link layer, and rate or state."""
+    found = assign_roles(node(*(fabric(name, verbs=None, **facts) for name in "ab"), reach=Distance.PHB))
+    assert len(found.rails) == rails
+
+
+def test_ports_on_other_numa_nodes_do_not_spread() -> None:
+    """SYS from every GPU is no nearness at all: what can serve as a rail is then a fabric port, or a fast one."""
+    for rate, rails in ((25.0, 0), (100.0, 2)):
+        ports = [fabric(name, link_layer="ethernet", rate_gbit=rate) for name in "ab"]
+        assert len(assign_roles(node(*ports, reach=Distance.NODE)).rails) == 2
+        assert len(assign_roles(node(*ports, reach=Distance.SYS)).rails) == rails
+
+
+def test_a_port_that_is_down_yields_to_one_as_near() -> None:
+    found = assign_roles(node(fabric("a", state="down"), fabric("b"), reach=Distance.PIX))
+    assert [(nic.name, nic.role, nic.why) for nic in found.nics[1:]] == [("a", "unknown", "down, and b is as near")]
+    assert [nic.name for nic in found.rails] == ["b"] and found.problems == ()
+    dead = assign_roles(node(fabric("a", state="down"), fabric("b", state="down"), reach=Distance.PIX))
+    assert [nic.name for nic in dead.rails] == ["a", "b"]
+    assert dead.problems == ("rail a is down", "rail b is down")
+
+
+def split_node(*layers: str) -> Node:
+    """A NIC behind one bridge with each GPU, of these link layers."""
+    nics = tuple(fabric(f"mlx5_{i}", link_layer=layer) for i, layer in enumerate(layers))
+    gpus = tuple(Gpu(i, numa=0) for i in range(len(layers)))
+    reach = {
+        (gpu.key, nic.name): Distance.PIX if i == gpu.index else Distance.PHB
+        for gpu in gpus
+        for i, nic in enumerate(nics)
+    }
+    return Node(gpus=gpus, nics=nics, distances=reach)
+
+
+def test_of_as_many_near_nics_of_two_kinds_none_is_picked() -> None:
+    """Half of the GPUs have InfiniBand near and half Ethernet (RCCL's topo_4p2h_2nic): whichever was read first is no
+    better. Where more are of one kind, the others are no rails."""
+    even = assign_roles(split_node("ethernet", "infiniband"))
+    why = "near GPUs are as many NICs of ethernet and of infiniband"
+    assert [(nic.role, nic.why) for nic in even.nics] == [("unknown", why)] * 2
+    assert even.problems == (f"{why}: which of them are rails cannot be told",)
+    odd = assign_roles(split_node("ethernet", "infiniband", "infiniband"))
+    assert [nic.name for nic in odd.rails] == ["mlx5_1", "mlx5_2"] and odd.problems == ()
+    assert odd.nics[-1].why == "ethernet, where most near NICs are infiniband"
+    bare = assign_roles(split_node("ethernet", "infiniband", ""))
+    assert bare.rails == (), "what is not known could be either"
+
+
 def test_roles_that_are_told_stay() -> None:
     found = assign_roles(node(Nic("b", role="rail", why="told"), Nic("a", role="rail", why="told"), fabric("c")))
     assert [nic.name for nic in found.rails] == ["b", "a"]

@@ -10,6 +10,7 @@ import re
 import resource
 import socket
 import sys
+import threading
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -24,7 +25,7 @@ from hpctrain.cluster.wiring import visible
 from hpctrain.launch.life.identity import Identity, detect
 from hpctrain.launch.meet import rendezvous
 from hpctrain.launch.meet.rollcall import Arrival, judge
-from hpctrain.launch.place import machine
+from hpctrain.launch.place import machine, routes
 from hpctrain.launch.place.bind import Binding
 from hpctrain.launch.place.device import choose
 from hpctrain.launch.place.routes import beside, interface_of, interface_to, is_up, networks, own_address, taken
@@ -301,6 +302,25 @@ def test_10_lists_and_ports_of_single_ranks() -> None:
     assert stopping(proof(changed(3, nic="down"))) == [(3, "NIC")]
     assert stopping(proof(changed(3, nic="absent"))) == [(3, "NIC")]
     assert warned(proof(changed(3, rate_gbit=100.0))) == [(3, "rate of NIC")]
+
+
+def test_19_a_resolver_that_says_nothing_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a host whose name it does not know. The interface is that of the next one's route."""
+    heard = threading.Event()
+
+    def slow(host: str) -> str:
+        if host == "silent":
+            heard.wait()
+        return {"known": "10.0.0.5", "here": "127.0.0.1"}.get(host, "")
+
+    monkeypatch.setattr(routes, "NAMES_S", 0.05)
+    monkeypatch.setattr(routes, "own_address", slow)
+    monkeypatch.setattr(routes, "interface_of", {"10.0.0.5": "eth0", "127.0.0.1": "lo"}.__getitem__)
+    try:
+        assert interface_to(["silent", "here", "known"]) == "eth0"
+        assert interface_to(["silent", "here", "nobody"]) == "" == interface_to(["silent"])
+    finally:
+        heard.set()
 
 
 def low_limits() -> tuple[dict[str, int], list[tuple[str, bool]]]:

@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import ipaddress
 import socket
+import threading
+import time
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 
 import psutil
+
+NAMES_S = 6.0
+"""How long the names of other hosts may take. A resolver that hears nothing asks again after 5 s."""
 
 
 def own_address(host: str) -> str:
@@ -15,7 +20,7 @@ def own_address(host: str) -> str:
 
     Nothing is sent: a datagram socket that is connected asks for the route alone.
     """
-    with suppress(OSError):
+    with suppress(OSError, UnicodeError):  # the latter of what is no name at all
         for family, kind, protocol, _, address in socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM):
             with suppress(OSError), socket.socket(family, kind, protocol) as probe:
                 probe.connect(address)
@@ -33,12 +38,26 @@ def interface_of(address: str) -> str:
 
 
 def interface_to(hosts: Iterable[str]) -> str:
-    """The interface by which the first of the hosts is reached that can be; "" if none can, or only by the loopback."""
-    for host in list(hosts)[:3]:
-        address = own_address(host)
-        name = interface_of(address) if address else ""
+    """The interface by which the first of the hosts is reached that can be; "" if none can, or only by the loopback.
+
+    Three are asked for at once: a resolver may need long to say that it knows no such name, and all of a job wait for a
+    rank that waits for that.
+    """
+    asked = list(hosts)[:3]
+    own: dict[str, str] = {}
+
+    def ask(host: str) -> None:
+        own[host] = own_address(host)
+
+    threads = [threading.Thread(target=ask, args=(host,), daemon=True) for host in asked]
+    for thread in threads:
+        thread.start()
+    deadline = time.monotonic() + NAMES_S
+    for host, thread in zip(asked, threads):
+        thread.join(max(deadline - time.monotonic(), 0.0))
+        name = interface_of(address) if (address := own.get(host, "")) else ""
         if name and not name.startswith("lo"):
-            return str(name)
+            return name
     return ""
 
 

@@ -33,6 +33,7 @@ class Keeps:
         plain_norms: RMSNorm is not one kernel: the input in float32 or wider, where that is another tensor, and the
             input over its root mean square are kept.
         chunk: most logits that the loss works on at once.
+        streams: collectives are hidden by streams of the device, not by threads of the host (engine fsdp).
     """
 
     scores: bool = False
@@ -46,12 +47,13 @@ class Keeps:
     gradient: int | None = None
     plain_norms: bool = False
     chunk: int = 1 << 25
+    streams: bool = True
 
 
 OURS = Keeps()
 """What this program keeps on a GPU."""
 
-ON_CPU = Keeps(plain_norms=True, chunk=1 << 18)
+ON_CPU = Keeps(plain_norms=True, chunk=1 << 18, streams=False)
 """What it keeps on a CPU, where RMSNorm is not one kernel, and a chunk of the loss is what a core's cache holds."""
 
 

@@ -18,9 +18,10 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, TypeVar
 
-from hpctrain.config.schema import OffloadConfig, RunConfig
+from hpctrain.config.schema import ModelConfig, OffloadConfig, RunConfig
 from hpctrain.errors import ConfigError
 from hpctrain.layout.activations import COMPUTE_BYTES, OURS, Keeps, activations
+from hpctrain.layout.buffers import NO_UNITS, Units
 from hpctrain.layout.context import misfit
 from hpctrain.layout.layout import Layout
 from hpctrain.layout.offload import USUAL, DiskRates, Elsewhere, elsewhere
@@ -82,7 +83,7 @@ def _fullest(config: RunConfig, layout: Layout, held: list[Held], keeps: Keeps =
 class Held:
     """The fullest rank of a place on pp: its stages, the elements of each of its parameters before ZeRO shards them, by
     the number of ranks that would, and those of the embedding's copy for a head in another stage: its values, and its
-    gradient. Then elements of what is not trained, and bytes of what is in 4 bits."""
+    gradient. Then elements of what is not trained, bytes of what is in 4 bits, and what is computed with together."""
 
     stages: tuple[Stage, ...]
     parameters: dict[int, list[int]]
@@ -90,6 +91,7 @@ class Held:
     copied_gradient: int
     frozen: int = 0
     packed: int = 0
+    units: Units = NO_UNITS
 
 
 def held_by(config: RunConfig, layout: Layout) -> list[Held]:
@@ -98,6 +100,7 @@ def held_by(config: RunConfig, layout: Layout) -> list[Held]:
     for rank in (layout.rank(pp=index) for index in range(layout.pp)):
         mine = stages_of(config.model, layout, rank)
         parameters: dict[int, list[int]] = {}
+        together: dict[str, int] = {}
         frozen = packed = 0
         for name, record in placements(config.model, layout, rank).items():
             ranks, numel, spec = (
@@ -105,6 +108,8 @@ def held_by(config: RunConfig, layout: Layout) -> list[Held]:
                 math.prod(record.local_shape),
                 specs[name],
             )
+            unit = f"layer {spec.layer}" if spec.layer is not None else "last" if spec.output else "first"
+            together[unit] = together.get(unit, 0) + numel
             if spec.trained:
                 parameters.setdefault(ranks, []).append(numel)
             elif spec.block is not None:
@@ -114,8 +119,16 @@ def held_by(config: RunConfig, layout: Layout) -> list[Held]:
         copy = tied_copy(config.model, layout, rank) if mine[-1].last else None
         copied = math.prod(copy.local_shape) if copy else 0
         gradient = copied if config.model.adapter is None else 0
-        out.append(Held(mine, parameters, 0 if mine[0].first else copied, gradient, frozen, packed))
+        units = _units(config.model, together, any(stage.first and stage.last for stage in mine))
+        out.append(Held(mine, parameters, 0 if mine[0].first else copied, gradient, frozen, packed, units))
     return out
+
+
+def _units(model: ModelConfig, together: dict[str, int], whole: bool) -> Units:
+    """Of the elements by layer, and before and after these; `whole`: one stage has all of them."""
+    first, last = together.pop("first", 0), together.pop("last", 0)
+    layer = max(together.values(), default=0)
+    return Units(layer, 0, last, first) if model.tied and whole else Units(layer, first, last)
 
 
 def packed_bytes(held: Index, whole: Index, block: int) -> int:
@@ -156,8 +169,10 @@ def memory_of(config: RunConfig, layout: Layout, of_rank: Held, keeps: Keeps) ->
         away = Elsewhere(0, 0, 0, host=weights + gradients + optimizer)  # all of it, where any of it is
     if config.sharding.offload.state:
         weights, gradients, optimizer, building = away.weights, away.gradients, away.optimizer, 0
-    sharded = math.prod(layout.sizes(DENSE)) if stage >= 3 else 1
-    frozen = compute * -(-of_rank.frozen // sharded) + of_rank.packed
+    sharded = math.prod(layout.sizes(DENSE)) if stage >= 3 or config.engine == "fsdp" else 1
+    if config.engine == "fsdp":  # of what is not trained it has master weights too
+        sharded //= replicas_of(config.sharding.replicas, sharded)
+    frozen = (master if config.engine == "fsdp" else compute) * -(-of_rank.frozen // sharded) + of_rank.packed
     weights += compute * of_rank.copied + frozen
     building += frozen * (building > 0)
     gradients += width * of_rank.copied_gradient

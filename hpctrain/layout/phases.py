@@ -10,12 +10,14 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, replace
 
 from hpctrain.config.schema import RunConfig
-from hpctrain.layout.activations import COMPUTE_BYTES, OURS, Activations, Keeps, activations
+from hpctrain.layout.activations import COMPUTE_BYTES, OURS, Keeps, activations
+from hpctrain.layout.buffers import Moving, OfFsdp, Plain, of_zero
 from hpctrain.layout.layout import Layout
 from hpctrain.layout.memory import Held, Memory, away_of, held_by, memory_of, schedule_of
 from hpctrain.layout.parameters import largest_unit
 from hpctrain.layout.placement import cut_of
 from hpctrain.layout.schedule import ZERO_BUBBLE
+from hpctrain.layout.shards import replicas_of
 from hpctrain.layout.transfers import most_received
 from hpctrain.layout.units import MIB
 
@@ -79,15 +81,19 @@ def phases(config: RunConfig, layout: Layout, rank: int = 0, keeps: Keeps = OURS
     memory = memory_of(config, layout, held, keeps)
     pinned = away_of(config, layout).pinned if memory.host else 0
     rest = Parts(memory.weights, memory.gradients, memory.optimizer, host=memory.host, pinned=pinned, disk=memory.disk)
-    buffers = _Buffers(config, layout, held, memory)
-    forward, backward = _moments(config, layout, held, keeps, rest, buffers)
+    moving = _moving(config, layout, held, memory, keeps)
+    forward, backward = _moments(config, layout, held, keeps, rest, moving)
+    outside = rest
+    if config.engine == "fsdp" and not config.sharding.offload.state:  # of each only the rank's part is there
+        whole = 0 if config.sharding.reshard_after_forward else COMPUTE_BYTES[config.train.precision] * _trained(held)
+        outside = replace(rest, weights=memory.weights - whole, gradients=memory.optimizer // 2)
     return OfRank(
         rank,
         {
-            "start": replace(rest, gradients=0) if made_anew(config) else rest,
+            "start": replace(outside, gradients=0) if made_anew(config) else outside,
             "forward": forward,
             "backward": backward,
-            "step": replace(rest, buffers=buffers.in_step),
+            "step": replace(outside, buffers=moving.in_step),
         },
     )
 
@@ -97,77 +103,100 @@ def made_anew(config: RunConfig) -> bool:
     return config.engine == "deepspeed" and config.sharding.stage < 3
 
 
-class _Buffers:
-    """What is there for a moment besides activations, bytes."""
+def _moving(config: RunConfig, layout: Layout, held: Held, memory: Memory, keeps: Keeps) -> Moving:
+    """What the engine of a run moves on a rank."""
+    width = COMPUTE_BYTES[config.train.precision]
+    sizes, master = [n for sizes in held.parameters.values() for n in sizes], max(width, 4)
+    largest = max(sizes, default=0)
+    if config.engine == "fsdp":
+        ranks = layout.dp * layout.cp
+        ranks //= replicas_of(config.sharding.replicas, ranks)
+        shard = 0 if config.sharding.offload.state else memory.optimizer // 2
+        number = _micro_batches(config, layout)
+        return OfFsdp(config, held.units, shard, largest, ranks, keeps.streams, number)
+    layer = max((n for n in sizes if n != config.model.vocab * config.model.hidden // layout.tp), default=0)
+    swapped = 0 if keeps.streams else master * sum(held.parameters.get(2, []))  # two ranks' gradients, over gloo
+    there, in_step = 0, max(2 * master * largest, swapped)  # AdamW's temporaries
+    if config.engine == "deepspeed":
+        bucket = round(min(config.sharding.bucket_mib * MIB, master * _trained(held)))
+        unit, part = largest_unit(config.model, layout.tp), memory.optimizer // 3
+        there, in_step = of_zero(config.sharding.stage, width, bucket, unit, part, memory.gradients)
+    return Plain(memory.gradients, there, width * layer, in_step)
 
-    def __init__(self, config: RunConfig, layout: Layout, held: Held, memory: Memory) -> None:
-        self.width = COMPUTE_BYTES[config.train.precision]
-        self.master = max(self.width, 4)
-        model, tokens = config.model, config.train.micro_batch * config.data.seq / layout.cp
-        sizes = [n for sizes in held.parameters.values() for n in sizes]
-        largest, trained = max(sizes, default=0), sum(sizes)
-        layer = max((n for n in sizes if n != model.vocab * model.hidden // layout.tp), default=0)
-        self.of_gradient = self.width * layer  # of a weight, on its way to where gradients are summed
-        self.entering = 0
-        if layout.sp:  # the whole sequence, in parts and put together
-            self.entering = round(2 * tokens * model.hidden * self.width)
-        self.flowing = round(tokens * self.width * (2 * model.hidden + 2 * cut_of(model, "ffn", layout.tp, 0)[1]))
-        unit = largest_unit(model, layout.tp)
-        self.gathered = self.scattered = 0
-        self.in_step = 2 * self.master * largest  # AdamW's temporaries
-        if config.engine == "fsdp":
-            ahead = config.sharding.prefetch
-            gathered = 0 if not config.sharding.reshard_after_forward else unit * self.width
-            self.gathered = (1 + ahead) * gathered + unit * self.width
-            self.scattered = unit * self.master + unit * self.width
-            self.in_step = 2 * memory.optimizer  # AdamW's temporaries, of all parameters at once
-        elif config.engine == "deepspeed":
-            stage, bucket = config.sharding.stage, round(min(config.sharding.bucket_mib * MIB, self.master * trained))
-            part = memory.optimizer // 3  # master weights, of which and of both moments it is
-            if stage == 3:  # its limit of what is gathered at once; AdamW works on one flat tensor
-                self.gathered = 2 * unit * self.width
-            self.gathered += bucket * (stage != 2)
-            copies = 3 if stage < 3 and self.width < self.master else 4
-            self.in_step = max(0, copies * part - memory.gradients) + bucket * (stage == 3)
+
+def _trained(held: Held) -> int:
+    return sum(map(sum, held.parameters.values()))
+
+
+def _micro_batches(config: RunConfig, layout: Layout) -> int:
+    return max(1, config.train.global_batch // (layout.dp * config.train.micro_batch))
 
 
 def _moments(
-    config: RunConfig, layout: Layout, held: Held, keeps: Keeps, rest: Parts, buffers: _Buffers
+    config: RunConfig, layout: Layout, held: Held, keeps: Keeps, rest: Parts, moving: Moving
 ) -> tuple[Parts, Parts]:
     """The fullest moments of forwards and of backwards over the rank's list."""
-    micro_batches = config.train.global_batch // (layout.dp * config.train.micro_batch)
-    schedule = schedule_of(layout.schedule, layout.pp, layout.chunks, max(1, micro_batches))
+    schedule = schedule_of(layout.schedule, layout.pp, layout.chunks, _micro_batches(config, layout))
     sizes = {stage.index: activations(config, layout, stage, keeps) for stage in held.stages}
+    stages = {stage.index: stage for stage in held.stages}
     splits = layout.schedule in ZERO_BUBBLE
     received = most_received(layout.pp, layout.chunks) * sizes[held.stages[0].index].handed
-    empty = replace(rest, buffers=received + buffers.gathered)
-    forward = backward = empty
-    live = logits = 0
+    entering, working = _entering(config, layout), _working(config, layout)
+    forward = backward = rest
+    live = logits = backwards = 0
     for action in schedule.ranks[held.stages[0].home]:
-        size = sizes[action.stage]
+        size, stage = sizes[action.stage], stages[action.stage]
         left = size.left if splits else 0
+        of_layer = (size.kept - size.logits) // max(1, len(stage.layers))
+        empty = replace(rest, gradients=moving.kept(backwards), buffers=received)
         if action.kind == "forward":
             live, logits = live + size.kept - size.logits, logits + size.logits
-            now = _with(empty, live, logits + size.chunk, buffers.entering)
-            forward = max(forward, now, key=lambda parts: parts.device)
+            here = entering + moving.waiting(backwards)
+            moments = [_with(empty, live, logits + size.chunk, moving.at_loss() + here)] if stage.last else []
+            for gone, more in moving.forward(len(stage.layers), stage.last):
+                there = live - gone * of_layer + working
+                moments.append(_with(empty, there, logits - size.logits, more + here))
+            forward = max(forward, *moments, key=_device)
         elif action.kind == "backward_weight":
             live -= left
         else:
-            for now in _in_backward(size, empty, live, logits, buffers):
-                backward = max(backward, now, key=lambda parts: parts.device)
+            moments = [_with(empty, live, logits + size.of_loss + size.chunk, moving.at_loss())] if stage.last else []
+            again, logits = size.passing - size.of_loss, logits - size.logits  # computed again, if it is
+            again += _flowing(config, layout, stage.last)
+            for gone, more in moving.backward(len(stage.layers), stage.last, backwards):
+                there = live - gone * of_layer + again * (gone < len(stage.layers))
+                moments.append(_with(empty, there, logits, more + entering))
+            backward = max(backward, *moments, key=_device)
+            backwards += 1
             live += (left if action.kind == "backward_input" else 0) - size.kept + size.logits
-            logits -= size.logits
     return forward, backward
 
 
-def _in_backward(size: Activations, empty: Parts, live: int, logits: int, buffers: _Buffers) -> tuple[Parts, Parts]:
-    """While the loss is differentiated; and while a layer is, computed again first, when logits are gone."""
-    again = size.passing - size.of_loss + buffers.flowing
-    more = buffers.entering + buffers.scattered + buffers.of_gradient
-    return (
-        _with(empty, live, logits + size.of_loss + size.chunk, 0),
-        _with(empty, live + again, logits - size.logits, more),
-    )
+def _entering(config: RunConfig, layout: Layout) -> int:
+    """Bytes of a whole sequence, in the parts that sp gathers and put together."""
+    tokens = config.train.micro_batch * config.data.seq / layout.cp
+    return round(2 * tokens * config.model.hidden * COMPUTE_BYTES[config.train.precision]) if layout.sp else 0
+
+
+def _flowing(config: RunConfig, layout: Layout, last: bool) -> int:
+    """Bytes of the gradients of activations that a layer's backward works with: that of its output, which stages but
+    the last receive, and of its MLP."""
+    model, tokens = config.model, config.train.micro_batch * config.data.seq / layout.cp
+    of_token = last * model.hidden + (2 if model.gated else 1) * cut_of(model, "ffn", layout.tp, 0)[1]
+    return round(tokens * COMPUTE_BYTES[config.train.precision] * of_token)
+
+
+def _working(config: RunConfig, layout: Layout) -> int:
+    """Bytes that a layer's forward works with where it keeps none of them: two hidden states, and its MLP."""
+    if config.train.recompute != "full":
+        return 0
+    model, tokens = config.model, config.train.micro_batch * config.data.seq / layout.cp
+    of_token = 2 * model.hidden + (4 if model.gated else 2) * cut_of(model, "ffn", layout.tp, 0)[1]
+    return round(tokens * COMPUTE_BYTES[config.train.precision] * of_token)
+
+
+def _device(parts: Parts) -> int:
+    return parts.device
 
 
 def _with(empty: Parts, activations: int, logits: int, buffers: int) -> Parts:

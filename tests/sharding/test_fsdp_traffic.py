@@ -145,7 +145,7 @@ def trace(config: RunConfig, world: int) -> Any:
 @pytest.mark.parametrize("depth", [1, 2])
 def test_gathers_and_reductions_are_under_way_while_layers_compute(ranks: Any, depth: int) -> None:
     """A layer's weights are asked for before the layer `depth` ahead of it computes, and waited for after that; its
-    gradients are sent before the layer below begins its backward, and waited for when backward is over."""
+    gradients are sent before the layer below begins its backward, and waited for before those below are sent."""
     config = fsdp_config(2, "deep", micro_batch=4, prefetch=depth)
     for names in ranks(2, trace, config, 2):
         middle = names.index("backward layers.3")
@@ -157,7 +157,8 @@ def test_gathers_and_reductions_are_under_way_while_layers_compute(ranks: Any, d
                 assert in_order(names[middle - 4 :], f"gather {this}", f"backward {then}", f"gathered {this}")
             if layer:
                 below = f"backward layers.{layer - 1}"
-                assert in_order(backward, f"backward {this}", f"reduce {this}", below, f"reduced {this}")
+                sent = f"reduce layers.{layer - 1}"
+                assert in_order(backward, f"backward {this}", f"reduce {this}", below, f"reduced {this}", sent)
         assert names.count("gather layers.2") == 2 and names.count("reduce layers.2") == 1
         assert names.count("gather root") == names.count("reduce root") == 1, "the embedding is the head"
 

@@ -1,8 +1,8 @@
 """The collectives that FSDP2 asks for, by `parallel/comm.py`: counted, and under way while the host computes.
 
 FSDP2 hides what it sends behind computing by CUDA streams. On the CPU there are none, and by itself it waits for each
-collective at once. Here a gather is waited for when its weights are unpacked, and a reduction when the engine takes the
-gradients.
+collective at once. Here a gather is waited for when its weights are unpacked, and a reduction when the next one begins,
+or the engine takes the gradients: as on GPUs, no more than one unit's whole gradients wait to be sent.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor
 from hpctrain.parallel.comm import Axis, Pending, start_all_gather_into, start_reduce_scatter_into
 
 Reductions = list[Callable[[], None]]
-"""What waits for reductions under way, in the order in which they began."""
+"""What waits for the reduction under way, if there is one."""
 
 
 class _Allocates:
@@ -71,11 +71,17 @@ class Scatter(_Allocates):
     Args:
         axis: the ranks that share them.
         unit: name of it, for traces.
-        later: takes what waits; None: wait at once, or where there are streams in those.
+        later: takes what waits, of all units; None: wait at once, or where there are streams in those.
     """
 
     def __init__(self, axis: Axis, unit: str, later: Reductions | None) -> None:
         self._axis, self._unit, self._later = axis, unit, later
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Room for what is sent, once what was sent before has been let go; and for the sums."""
+        if self._later is not None:
+            finish(self._later)
+        return super().allocate(size, dtype=dtype, device=device)
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
@@ -92,6 +98,12 @@ class Scatter(_Allocates):
             wait()
         else:
             self._later.append(wait)
+
+
+def finish(reductions: Reductions) -> None:
+    """Wait for the reduction under way."""
+    while reductions:
+        reductions.pop()()
 
 
 def count_sums(axis: Axis) -> Callable[[Tensor], None]:

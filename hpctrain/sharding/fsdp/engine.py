@@ -27,7 +27,7 @@ from hpctrain.parallel.precision import COMPUTE, master
 from hpctrain.parallel.ticket import Ticket
 from hpctrain.sharding.adamw import AdamW
 from hpctrain.sharding.fsdp.axes import ShardAxes, shard_axes
-from hpctrain.sharding.fsdp.comm import Gather, Reductions, Scatter, count_sums
+from hpctrain.sharding.fsdp.comm import Gather, Reductions, Scatter, count_sums, finish
 from hpctrain.sharding.fsdp.state import Part, load, pieces
 from hpctrain.sharding.fsdp.units import Unit, prefetch, units_of
 from hpctrain.sharding.groups import ensure_world
@@ -230,9 +230,7 @@ class FsdpEngine(SteppingEngine):
 
     def _take(self) -> None:
         """Add what the last backward has reduced to the sums of the step."""
-        for wait in self._reductions:
-            wait()
-        self._reductions.clear()
+        finish(self._reductions)
         for name, p in self._sharded.items():
             if p.grad is not None:
                 gradient, p.grad = _local(p.grad), None

@@ -97,7 +97,10 @@ def activations(config: RunConfig, layout: Layout, stage: Stage | None = None, k
         + (2 * mask * hidden if model.dropout else 0)
     )
     held = range(model.layers) if stage is None else stage.layers
-    whole = [always + _mlp(config, layout, model.routed(layer), keeps) for layer in held]
+    routed = [model.routed(layer) for layer in held]
+    of_layer = {kind: always + _mlp(config, layout, kind, keeps) for kind in set(routed)}
+    for_weights = {kind: _for_weights(config, layout, kind) for kind in set(routed)}
+    whole = [of_layer[kind] for kind in routed]
     kept = [{"none": n, "selective": n - spared, "full": hidden}[config.train.recompute] for n in whole]
     last = stage is None or stage.last
     ends = (2 + norm if last else 1) * hidden  # the last norm's input and output, or what is handed on
@@ -108,7 +111,7 @@ def activations(config: RunConfig, layout: Layout, stage: Stage | None = None, k
         (sum(kept) + ends) * width + last * vocab * logit + _documents(config, layout),
         (max((n - k for n, k in zip(whole, kept)), default=0) + _flowing(config, layout, keeps) * bool(held)) * width
         + last * vocab * of_loss,
-        (sum(_for_weights(config, layout, model.routed(layer)) for layer in held) + head) * width,
+        (sum(for_weights[kind] for kind in routed) + head) * width,
         hidden * width,
         last * vocab * logit,
         last * vocab * of_loss,

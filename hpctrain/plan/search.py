@@ -151,7 +151,7 @@ def refined(
             break
         layout, one = points.layout(int(index)), points.take(np.array([index]))
         chosen = configured(config, one, 0, machine.hardware.host.devices)
-        memory = estimate(shortened(chosen, layout), layout, work.runtime.keeps)
+        memory = estimate(chosen, layout, work.runtime.keeps)
         if not int(one.offload[0]) and (memory.training > have or not _valid(chosen, layout.world)):
             continue
         out.append(Plan(chosen, layout, one, price(machine, work, layout, one), memory, work))
@@ -181,19 +181,8 @@ def priced(config: RunConfig, machine: Machine, devices: int, work: Work) -> Pla
         sharding.reshard_after_forward,
         sharding.offload.optimizer,
     )
-    memory = estimate(shortened(config, layout), layout)
+    memory = estimate(config, layout)
     return Plan(config, layout, points, price(machine, work, layout, points), memory, work)
-
-
-def shortened(config: RunConfig, layout: Layout) -> RunConfig:
-    """The same with no more micro-batches than it takes until as many are alive as ever are, for `estimate`, which goes
-    through a schedule step by step."""
-    of_one = layout.dp * config.train.micro_batch
-    number, enough = config.train.global_batch // of_one, 4 * layout.pp * layout.chunks
-    if number <= enough + layout.pp:
-        return config
-    fewer = (enough + number % layout.pp) * of_one
-    return config.model_copy(update={"train": config.train.model_copy(update={"global_batch": fewer})})
 
 
 HELD = {

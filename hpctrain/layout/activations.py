@@ -33,7 +33,8 @@ class Keeps:
         plain_norms: RMSNorm is not one kernel: the input in float32 or wider, where that is another tensor, and the
             input over its root mean square are kept.
         chunk: most logits that the loss works on at once.
-        streams: collectives are hidden by streams of the device, not by threads of the host (engine fsdp).
+        streams: the device is a GPU: collectives are hidden by its streams, not by threads of the host (engine fsdp),
+            and AdamW updates all parameters together.
     """
 
     scores: bool = False

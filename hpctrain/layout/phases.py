@@ -189,7 +189,7 @@ def _of_forward(
     config: RunConfig, layout: Layout, stage: Stage, size: Activations, moving: Moving, backwards: int
 ) -> Iterator[_Beside]:
     """Moments of a forward: the loss, and layers, whose logits are yet to come."""
-    here, layers = _entering(config, layout) + moving.waiting(backwards), len(stage.layers)
+    here, layers = entering(config, layout) + moving.waiting(backwards), len(stage.layers)
     if stage.last:
         yield _Beside(0, size.chunk, moving.at_loss() + here)
     for gone, more in moving.forward(layers, stage.last):
@@ -202,10 +202,10 @@ def _of_backward(
     """Moments of a backward: the loss, and layers, computed again where they are, whose logits are gone."""
     if stage.last:
         yield _Beside(0, size.of_loss + size.chunk, moving.at_loss())
-    again, layers = size.passing - size.of_loss + _flowing(config, layout, stage.last), len(stage.layers)
+    again, layers = size.passing - size.of_loss + flowing(config, layout, stage.last), len(stage.layers)
     for gone, more in moving.backward(layers, stage.last, backwards):
         there = again * (gone < layers) + spread(layout, size) - gone * _of_layer(stage, size)
-        yield _Beside(there, -size.logits, more + _entering(config, layout))
+        yield _Beside(there, -size.logits, more + entering(config, layout))
 
 
 def _of_layer(stage: Stage, size: Activations) -> int:
@@ -213,13 +213,13 @@ def _of_layer(stage: Stage, size: Activations) -> int:
     return (size.kept - size.logits) // max(1, len(stage.layers))
 
 
-def _entering(config: RunConfig, layout: Layout) -> int:
+def entering(config: RunConfig, layout: Layout) -> int:
     """Bytes of a whole sequence, in the parts that sp gathers and put together."""
     tokens = config.train.micro_batch * config.data.seq / layout.cp
     return round(2 * tokens * config.model.hidden * COMPUTE_BYTES[config.train.precision]) if layout.sp else 0
 
 
-def _flowing(config: RunConfig, layout: Layout, last: bool) -> int:
+def flowing(config: RunConfig, layout: Layout, last: bool) -> int:
     """Bytes of the gradients of activations that a layer's backward works with: that of its output, which stages but
     the last receive, and of its MLP."""
     model, tokens = config.model, config.train.micro_batch * config.data.seq / layout.cp

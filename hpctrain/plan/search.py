@@ -10,6 +10,7 @@ import numpy as np
 from hpctrain.config.schema import OF_FSDP, RunConfig
 from hpctrain.config.validate import validate
 from hpctrain.errors import ConfigError
+from hpctrain.layout.fits import needed
 from hpctrain.layout.layout import Layout
 from hpctrain.layout.memory import Memory, estimate
 from hpctrain.layout.units import GIB
@@ -128,13 +129,13 @@ def search(
         if not len(points):
             raise ConfigError("layout", config.name, "no layout has these settings", "hold fewer of them")
     machine = machine.of(devices)
-    needed, away = room(config, points, work.runtime, weights_besides(machine, work))
+    needs, away = room(config, points, work.runtime, weights_besides(machine, work))
     have = work.runtime.usable(machine.hardware.gpu.memory.value)
     host = machine.hardware.host
     holds = np.where(points.offload == 2, host.nvme.value, host.memory.value) * 0.9 / host.devices
-    fits = (needed <= have) & (away <= holds)
+    fits = (needs <= have) & (away <= holds)
     if not fits.any():
-        _nothing(config, machine, points, needed, have, devices)
+        _nothing(config, machine, points, needs, have, devices)
     points = points.take(np.flatnonzero(fits))
     times = screen(machine, work, points).time
     return refined(config, machine, work, points, times, top, have)
@@ -151,13 +152,18 @@ def refined(
             break
         layout, one = points.layout(int(index)), points.take(np.array([index]))
         chosen = configured(config, one, 0, machine.hardware.host.devices)
-        memory = estimate(chosen, layout, work.runtime.keeps)
+        memory = _memory(chosen, layout, work)
         if not int(one.offload[0]) and (memory.training > have or not _valid(chosen, layout.world)):
             continue
         out.append(Plan(chosen, layout, one, price(machine, work, layout, one), memory, work))
         if len(out) == MOST:
             break
     return sorted(out, key=lambda plan: plan.seconds)[:top]
+
+
+def _memory(config: RunConfig, layout: Layout, work: Work) -> Memory:
+    """What the fullest rank needs, of its buffers what is known."""
+    return (needed if work.runtime.buffers else estimate)(config, layout, work.runtime.keeps)
 
 
 def priced(config: RunConfig, machine: Machine, devices: int, work: Work) -> Plan:
@@ -181,7 +187,7 @@ def priced(config: RunConfig, machine: Machine, devices: int, work: Work) -> Pla
         sharding.reshard_after_forward,
         sharding.offload.optimizer,
     )
-    memory = estimate(config, layout)
+    memory = _memory(config, layout, work)
     return Plan(config, layout, points, price(machine, work, layout, points), memory, work)
 
 
@@ -224,8 +230,8 @@ def _valid(config: RunConfig, world: int) -> bool:
     return True
 
 
-def _nothing(config: RunConfig, machine: Machine, points: Points, needed: object, have: float, devices: int) -> None:
-    sizes = np.asarray(needed, float)
+def _nothing(config: RunConfig, machine: Machine, points: Points, needs: object, have: float, devices: int) -> None:
+    sizes = np.asarray(needs, float)
     least = int(np.argmin(sizes))
     gib = f"{sizes[least] / GIB:,.1f} GiB"
     more = devices

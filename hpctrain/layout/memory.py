@@ -27,6 +27,7 @@ from hpctrain.layout.layout import Layout
 from hpctrain.layout.offload import USUAL, DiskRates, Elsewhere, elsewhere
 from hpctrain.layout.parameters import parameter_specs
 from hpctrain.layout.placement import DENSE, Index, placements, tied_copy, tp_sizes, zero_misfit
+from hpctrain.layout.recompute import forwards
 from hpctrain.layout.schedule import ZERO_BUBBLE, make_schedule
 from hpctrain.layout.shards import replicas_of
 from hpctrain.layout.stages import Stage, stages_of
@@ -194,7 +195,9 @@ def away_of(config: RunConfig, layout: Layout, disk: DiskRates = USUAL, host: in
     """
     most = max(held_by(config, layout), key=lambda of_rank: sum(_kept(of_rank)))
     micro_batches = config.train.global_batch // (layout.dp * config.train.micro_batch)
-    return elsewhere(config, _kept(most), 0, 0, 0, micro_batches, disk, host)
+    runs = [times for stage in most.stages for times in forwards(config.train, stage.layers).values()]
+    again = sum(runs) / len(runs) - 1 if runs else 0.0
+    return elsewhere(config, _kept(most), 0, 0, 0, micro_batches, disk, host, again)
 
 
 def _fsdp_state(config: RunConfig, held: dict[int, list[int]]) -> tuple[int, int, int]:
@@ -335,11 +338,12 @@ def _alternatives(config: RunConfig, layout: Layout, room: Room) -> Iterator[dic
     fixed = plain or layout.schedule in ZERO_BUBBLE
     stages = [stage] if fixed else range(stage, 4)
     again, here = config.train.recompute, config.sharding.offload
-    recomputes = dict.fromkeys((again, "full"))
+    every = config.train.recompute_every
+    recomputes = dict.fromkeys(((again, every), ("full", 1)))
     places = [here, *(here.model_copy(update=away) for away in AWAY if not fixed and config.engine != "fsdp")]
     for resized in _resized(config, layout, ranks):
         held = held_by(config, resized)
-        for away, s, r, m in itertools.product(places, stages, recomputes, micros):
+        for away, s, (r, k), m in itertools.product(places, stages, recomputes, micros):
             alone = resized.dp * resized.cp == 1  # then a stage spares nothing but by what it lets go elsewhere
             if config.train.global_batch % (resized.dp * m) or (s > stage and alone and away == here):
                 continue
@@ -350,13 +354,14 @@ def _alternatives(config: RunConfig, layout: Layout, room: Room) -> Iterator[dic
             changed = config.model_copy(
                 update={
                     "sharding": config.sharding.model_copy(update={"stage": s, "offload": away}),
-                    "train": config.train.model_copy(update={"micro_batch": m, "recompute": r}),
+                    "train": config.train.model_copy(update={"micro_batch": m, "recompute": r, "recompute_every": k}),
                 }
             )
             if room.holds(_fullest(changed, resized, held)):
                 values: dict[str, tuple[int | str, int | str]] = {
                     "train.micro_batch": (m, micro),
                     "train.recompute": (r, again),
+                    "train.recompute_every": (k, every),
                     "sharding.stage": (s, stage),
                     "sharding.offload.optimizer": (away.optimizer, here.optimizer),
                     "sharding.offload.gradients": (away.gradients, here.gradients),

@@ -10,14 +10,16 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, replace
 
 from hpctrain.config.schema import RunConfig
-from hpctrain.layout.activations import COMPUTE_BYTES, OURS, Keeps, activations
+from hpctrain.layout.activations import COMPUTE_BYTES, OURS, Activations, Keeps, activations
 from hpctrain.layout.buffers import Moving, OfFsdp, Plain, of_zero
 from hpctrain.layout.layout import Layout
 from hpctrain.layout.memory import Held, Memory, away_of, held_by, memory_of, schedule_of
 from hpctrain.layout.parameters import largest_unit
 from hpctrain.layout.placement import cut_of
+from hpctrain.layout.recompute import recomputed
 from hpctrain.layout.schedule import ZERO_BUBBLE
 from hpctrain.layout.shards import replicas_of
+from hpctrain.layout.stages import Stage
 from hpctrain.layout.transfers import most_received
 from hpctrain.layout.units import MIB
 
@@ -141,35 +143,45 @@ def _moments(
     stages = {stage.index: stage for stage in held.stages}
     splits = layout.schedule in ZERO_BUBBLE
     received = most_received(layout.pp, layout.chunks) * sizes[held.stages[0].index].handed
-    entering, working = _entering(config, layout), _working(config, layout)
+    entering = _entering(config, layout)
+    working = {stage.index: _working(config, layout, stage) for stage in held.stages}
     forward = backward = rest
     live = logits = backwards = 0
     for action in schedule.ranks[held.stages[0].home]:
         size, stage = sizes[action.stage], stages[action.stage]
         left = size.left if splits else 0
-        of_layer = (size.kept - size.logits) // max(1, len(stage.layers))
         empty = replace(rest, gradients=moving.kept(backwards), buffers=received)
         if action.kind == "forward":
             live, logits = live + size.kept - size.logits, logits + size.logits
             here = entering + moving.waiting(backwards)
             moments = [_with(empty, live, logits + size.chunk, moving.at_loss() + here)] if stage.last else []
             for gone, more in moving.forward(len(stage.layers), stage.last):
-                there = live - gone * of_layer + working
+                there = live - _of_last(size, gone)
+                if stage.layers:
+                    there += working[stage.index][-1 - gone]
                 moments.append(_with(empty, there, logits - size.logits, more + here))
             forward = max(forward, *moments, key=_device)
         elif action.kind == "backward_weight":
             live -= left
         else:
             moments = [_with(empty, live, logits + size.of_loss + size.chunk, moving.at_loss())] if stage.last else []
-            again, logits = size.passing - size.of_loss, logits - size.logits  # computed again, if it is
-            again += _flowing(config, layout, stage.last)
+            logits -= size.logits
+            flowing = _flowing(config, layout, stage.last)
             for gone, more in moving.backward(len(stage.layers), stage.last, backwards):
-                there = live - gone * of_layer + again * (gone < len(stage.layers))
+                there = live - _of_last(size, gone)
+                if gone < len(stage.layers):
+                    there += size.again[-1 - gone] + flowing
                 moments.append(_with(empty, there, logits, more + entering))
             backward = max(backward, *moments, key=_device)
             backwards += 1
             live += (left if action.kind == "backward_input" else 0) - size.kept + size.logits
     return forward, backward
+
+
+def _of_last(size: Activations, number: int) -> int:
+    """Bytes kept of so many layers at the end of a stage. What is kept beside layers is shared out among them."""
+    last = sum(size.layers[len(size.layers) - number :])
+    return (size.kept - size.logits) * last // max(1, sum(size.layers))
 
 
 def _entering(config: RunConfig, layout: Layout) -> int:
@@ -186,13 +198,12 @@ def _flowing(config: RunConfig, layout: Layout, last: bool) -> int:
     return round(tokens * COMPUTE_BYTES[config.train.precision] * of_token)
 
 
-def _working(config: RunConfig, layout: Layout) -> int:
-    """Bytes that a layer's forward works with where it keeps none of them: two hidden states, and its MLP."""
-    if config.train.recompute != "full":
-        return 0
+def _working(config: RunConfig, layout: Layout, stage: Stage) -> list[int]:
+    """Bytes that each layer's forward works with where it keeps none of them: two hidden states, and its MLP."""
     model, tokens = config.model, config.train.micro_batch * config.data.seq / layout.cp
     of_token = 2 * model.hidden + (4 if model.gated else 2) * cut_of(model, "ffn", layout.tp, 0)[1]
-    return round(tokens * COMPUTE_BYTES[config.train.precision] * of_token)
+    size = round(tokens * COMPUTE_BYTES[config.train.precision] * of_token)
+    return [size * (what == "full") for what in recomputed(config.train, stage.layers).values()]
 
 
 def _device(parts: Parts) -> int:

@@ -36,6 +36,7 @@ MEGATRON_2021 = Runtime(
     reduce_bytes=2,
     loss_bytes=48,
     keeps=Keeps(scores=True, masks=1),
+    buffers=False,
 )
 """Megatron-LM of arXiv 2104.04473: sends wait (section 4.1, scatter/gather), float16 gradients all-reduced after the
 last backward, vocabulary-parallel cross-entropy in float32 without fusion."""
@@ -49,6 +50,7 @@ MEGATRON_2022 = Runtime(
     reduce_bytes=2,
     loss_bytes=48,
     keeps=Keeps(scores=True, masks=1),
+    buffers=False,
 )
 """Megatron-LM of arXiv 2205.05198: all-reduces of backward run beside the gradients of weights (section 6.2), gradients
 are reduced without overlap (section 6.3)."""
@@ -68,6 +70,7 @@ MEGATRON_CORE = Runtime(
     fp8_norms=True,
     even_stages=True,
     keeps=Keeps(repeated=False, gate=3, gradient=2),
+    buffers=False,
 )
 """Megatron-Core 0.8 and NeMo 24 on H100 and later: gradients' reduction, weights' gathering and tp's communication
 overlap (README of Megatron-LM); attention of cuDNN; gradients summed and reduced in bf16, user buffers in fp8 (NeMo's
@@ -99,11 +102,11 @@ def with_fp8(runtime: Runtime) -> Runtime:
     return replace(runtime, reduce_bytes=2, accumulate_bytes=4, keeps=keeps)
 
 
-FSDP_2023 = Runtime(attention="flash1", scattered=True, reduce_bytes=4)
+FSDP_2023 = Runtime(attention="flash1", scattered=True, reduce_bytes=4, buffers=False)
 """llm-foundry of 2023: PyTorch FSDP; Composer's mixed precision DEFAULT reduces in float32, PURE in
 bf16; Triton FlashAttention."""
 
-ZERO3_2021 = Runtime(attention="unfused", reduce_bytes=2, loss_bytes=48, one_port=True)
+ZERO3_2021 = Runtime(attention="unfused", reduce_bytes=2, loss_bytes=48, one_port=True, buffers=False)
 """DeepSpeed 0.3 of early 2021. That its collectives reach one port's rate and not eight ports' is an assumption:
 nothing printed says so. With all ports the same model is about 45% too fast on these rows."""
 

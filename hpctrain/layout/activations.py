@@ -34,7 +34,8 @@ class Keeps:
         plain_norms: RMSNorm is not one kernel: the input in float32 or wider, where that is another tensor, and the
             input over its root mean square are kept.
         chunk: most logits that the loss works on at once.
-        streams: collectives are hidden by streams of the device, not by threads of the host (engine fsdp).
+        streams: the device is a GPU: collectives are hidden by its streams, not by threads of the host (engine fsdp),
+            and AdamW updates all parameters together.
     """
 
     scores: bool = False
@@ -102,7 +103,10 @@ def activations(config: RunConfig, layout: Layout, stage: Stage | None = None, k
         + (2 * mask * hidden if model.dropout else 0)
     )
     held = range(model.layers) if stage is None else stage.layers
-    whole = [always + _mlp(config, layout, model.routed(layer), keeps) for layer in held]
+    routed = [model.routed(layer) for layer in held]
+    of_layer = {kind: always + _mlp(config, layout, kind, keeps) for kind in set(routed)}
+    for_weights = {kind: _for_weights(config, layout, kind) for kind in set(routed)}
+    whole = [of_layer[kind] for kind in routed]
     kinds = recomputed(config.train, held).values()
     kept = [{"none": n, "selective": n - spared, "full": hidden}[what] for n, what in zip(whole, kinds)]
     flowing = _flowing(config, layout, keeps)
@@ -117,7 +121,7 @@ def activations(config: RunConfig, layout: Layout, stage: Stage | None = None, k
     of_token = (
         (sum(kept) + ends) * width + last * vocab * logit + _documents(config, layout),
         again[-1] * width + last * vocab * of_loss,
-        (sum(_for_weights(config, layout, model.routed(layer)) for layer in held) + head) * width,
+        (sum(for_weights[kind] for kind in routed) + head) * width,
         hidden * width,
         last * vocab * logit,
         last * vocab * of_loss,

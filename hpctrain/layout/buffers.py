@@ -77,7 +77,7 @@ class Moving(ABC):
         """The same, after so many backwards before."""
 
 
-def of_zero(stage: int, compute: int, bucket: N, unit: N, part: N, gradients: N) -> tuple[N, N]:
+def of_zero(stage: int, compute: int, bucket: N, unit: N, part: N, gradients: N, temporaries: int = 2) -> tuple[N, N]:
     """Bytes that DeepSpeed has besides state in forward and backward, and in its update.
 
     Args:
@@ -87,9 +87,10 @@ def of_zero(stage: int, compute: int, bucket: N, unit: N, part: N, gradients: N)
         unit: elements of the largest unit.
         part: bytes of the master weights of the rank.
         gradients: bytes of gradients that are kept.
+        temporaries: that AdamW makes of each part, as large as it.
     """
     gathered = bucket * (stage != 2) + 2 * unit * compute * (stage == 3)  # its limit of what is gathered at once
-    copies = 3 if stage < 3 and compute < 4 else 4  # AdamW works on one flat tensor
+    copies = (1 if stage < 3 and compute < 4 else 2) + temporaries  # of gradients; AdamW works on one flat tensor
     more = copies * part - gradients
     return gathered, (more + abs(more)) // 2 + bucket * (stage == 3)
 
@@ -122,7 +123,7 @@ class OfFsdp(Moving):
     Args:
         units: of the rank.
         shard: bytes of the gradients that it keeps.
-        largest: elements of its largest parameter, before that is sharded.
+        updating: bytes that AdamW makes while it updates.
         ranks: that share the state.
         micro_batches: of a step.
         streams: collectives are hidden by streams: what was gathered is kept until the next unit has come, and what is
@@ -130,7 +131,7 @@ class OfFsdp(Moving):
     """
 
     def __init__(
-        self, config: RunConfig, units: Units, shard: int, largest: int, ranks: int, streams: bool, micro_batches: int
+        self, config: RunConfig, units: Units, shard: int, updating: int, ranks: int, streams: bool, micro_batches: int
     ) -> None:
         sharding, self._width = config.sharding, COMPUTE_BYTES[config.train.precision]
         self._units, self._shard, self._streams, self._ahead = units, shard, streams, sharding.prefetch
@@ -142,7 +143,7 @@ class OfFsdp(Moving):
         self._sent = sent * (2 - 1 / ranks if self._goes_on else 1)  # of an element of a unit; with what others send
         self._twice = sharding.replicas == 1 and not self._once  # replicas are summed over once a step
         self._way = round((units.first + units.root or units.layer) * self._sent)  # what a backward reduces last
-        self.in_step = max(self._way + shard * (self._twice and micro_batches > 1), 2 * self._master * largest // ranks)
+        self.in_step = max(self._way + shard * (self._twice and micro_batches > 1), updating)
 
     def kept(self, backwards: int) -> int:
         if self._once:

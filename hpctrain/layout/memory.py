@@ -4,38 +4,33 @@ State is exact: weights, gradients and optimizer state of the boxes that the ran
 adapters, the weights alone, in 4 bits where they are so. Activations are an
 estimate of what backward needs: per token and layer the inputs and outputs of the two norms, queries, keys, values
 and attention output, and what the MLP keeps, or router and experts; attention scores are taken not to be stored (fused
-attention). What is recomputed is there for one layer of one micro-batch at a time. Allocator waste, buffers of
-collectives and the framework
-itself are not counted.
+attention). What is recomputed is there for one layer of one micro-batch at a time. What is there for a moment
+is added by `layout/phases.py`. Allocator waste and the framework itself are not counted.
 """
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cached_property
+from itertools import chain
 from typing import Any, TypeVar
 
-from hpctrain.config.schema import ModelConfig, OffloadConfig, RunConfig
-from hpctrain.errors import ConfigError
-from hpctrain.layout.activations import COMPUTE_BYTES, OURS, Keeps, activations
+from hpctrain.config.schema import ModelConfig, RunConfig
+from hpctrain.layout.activations import COMPUTE_BYTES, OURS, Activations, Keeps, activations
+from hpctrain.layout.alive import alive
 from hpctrain.layout.buffers import NO_UNITS, Units
-from hpctrain.layout.context import misfit
 from hpctrain.layout.layout import Layout
 from hpctrain.layout.offload import USUAL, DiskRates, Elsewhere, elsewhere
-from hpctrain.layout.parameters import parameter_specs
-from hpctrain.layout.placement import DENSE, Index, placements, tied_copy, tp_sizes, zero_misfit
+from hpctrain.layout.parameters import ParameterSpec, parameter_specs
+from hpctrain.layout.placement import DENSE, Index, place, tied_copy
 from hpctrain.layout.recompute import forwards
-from hpctrain.layout.schedule import ZERO_BUBBLE, make_schedule
+from hpctrain.layout.schedule import ZERO_BUBBLE
 from hpctrain.layout.shards import replicas_of
-from hpctrain.layout.stages import Stage, stages_of
+from hpctrain.layout.stages import Stage, stages, stages_of
 from hpctrain.layout.transfers import most_received
-from hpctrain.layout.units import GIB
-
-MEMORY = "memory"
-"""What a refusal is about that is not a setting."""
+from hpctrain.layout.units import in_gib
 
 N = TypeVar("N", int, Any)
 """A number, or an array of numbers."""
@@ -50,13 +45,14 @@ class Memory:
     gradients: int
     optimizer: int
     activations: int
+    buffers: int = 0
     building: int = 0
     host: int = 0
     disk: int = 0
 
     @property
     def training(self) -> int:
-        return self.weights + self.gradients + self.optimizer + self.activations
+        return self.weights + self.gradients + self.optimizer + self.activations + self.buffers
 
     @property
     def total(self) -> int:
@@ -64,20 +60,18 @@ class Memory:
 
     def describe(self) -> str:
         """All parts in GiB."""
-        parts = ("weights", "gradients", "optimizer", "activations")
-        text = ", ".join(f"{part} {_gib(getattr(self, part))}" for part in parts) + " GiB"
+        parts = ("weights", "gradients", "optimizer", "activations", *(["buffers"] if self.buffers else []))
+        text = ", ".join(f"{part} {in_gib(getattr(self, part))}" for part in parts) + " GiB"
         more = self.building > self.training
-        text += f", and {_gib(self.building)} GiB while it is built" if more else ""
-        return text + (f", besides {_gib(self.host)} GiB of host memory for what is offloaded" if self.host else "")
+        text += f", and {in_gib(self.building)} GiB while it is built" if more else ""
+        return text + (f", besides {in_gib(self.host)} GiB of host memory for what is offloaded" if self.host else "")
 
 
 def estimate(config: RunConfig, layout: Layout, keeps: Keeps = OURS) -> Memory:
-    """What the fullest rank of a layout needs."""
-    return _fullest(config, layout, held_by(config, layout), keeps)
-
-
-def _fullest(config: RunConfig, layout: Layout, held: list[Held], keeps: Keeps = OURS) -> Memory:
-    return max((memory_of(config, layout, of_rank, keeps) for of_rank in held), key=lambda memory: memory.total)
+    """What the fullest rank of a layout needs, without buffers: what programs are compared by (`fits.needed` has
+    ours)."""
+    found = (memory_of(config, layout, of_rank, keeps) for of_rank in held_by(config, layout))
+    return max(found, key=lambda memory: memory.total)
 
 
 @dataclass(frozen=True)
@@ -94,35 +88,60 @@ class Held:
     packed: int = 0
     units: Units = NO_UNITS
 
+    @cached_property
+    def numel(self) -> int:
+        """Elements of all parameters."""
+        return sum(map(sum, self.parameters.values()))
+
+    @cached_property
+    def sizes(self) -> frozenset[int]:
+        """Elements of its parameters, each number once."""
+        return frozenset(chain.from_iterable(self.parameters.values()))
+
+    @cached_property
+    def kept(self) -> list[int]:
+        """Elements of each parameter that the rank keeps."""
+        return [-(-n // ranks) for ranks, sizes in self.parameters.items() for n in sizes]
+
 
 def held_by(config: RunConfig, layout: Layout) -> list[Held]:
     """Of each place on pp, what its fullest rank holds."""
-    out, specs = [], {spec.name: spec for spec in parameter_specs(config.model)}
-    for rank in (layout.rank(pp=index) for index in range(layout.pp)):
-        mine = stages_of(config.model, layout, rank)
-        parameters: dict[int, list[int]] = {}
-        together: dict[str, int] = {}
-        frozen = packed = 0
-        for name, record in placements(config.model, layout, rank).items():
-            ranks, numel, spec = (
-                math.prod(layout.sizes(record.reduced_over)),
-                math.prod(record.local_shape),
-                specs[name],
-            )
-            unit = f"layer {spec.layer}" if spec.layer is not None else "last" if spec.output else "first"
-            together[unit] = together.get(unit, 0) + numel
-            if spec.trained:
-                parameters.setdefault(ranks, []).append(numel)
-            elif spec.block is not None:
-                packed += packed_bytes(record.local_shape, spec.shape, spec.block)
-            else:
-                frozen += numel
-        copy = tied_copy(config.model, layout, rank) if mine[-1].last else None
-        copied = math.prod(copy.local_shape) if copy else 0
-        gradient = copied if config.model.adapter is None else 0
-        units = _units(config.model, together, any(stage.first and stage.last for stage in mine))
-        out.append(Held(mine, parameters, 0 if mine[0].first else copied, gradient, frozen, packed, units))
-    return out
+    model, made = config.model, stages(config.model, layout)
+    homes = {layer: stage.home for stage in made for layer in stage.layers}
+    of_place: list[list[ParameterSpec]] = [[] for _ in range(layout.pp)]
+    for spec in parameter_specs(model):
+        end = made[-1 if spec.output else 0].home
+        of_place[end if spec.layer is None else homes[spec.layer]].append(spec)
+    whole = made[0] is made[-1]
+    return [_held(model, layout, layout.rank(pp=place), specs, whole) for place, specs in enumerate(of_place)]
+
+
+def _held(model: ModelConfig, layout: Layout, rank: int, specs: Iterable[ParameterSpec], whole: bool) -> Held:
+    """What a rank holds that has parts of these parameters; `whole`: one stage is all of the model."""
+    mine = stages_of(model, layout, rank)
+    alike: dict[object, tuple[Index, int]] = {}
+    parameters: dict[int, list[int]] = {}
+    together: dict[str, int] = {}
+    frozen = packed = 0
+    for spec in specs:
+        if (key := (spec.shape, spec.cuts)) not in alike:  # layers are
+            record = place(spec, model, layout, rank)
+            alike[key] = record.local_shape, math.prod(layout.sizes(record.reduced_over))
+        shape, ranks = alike[key]
+        numel = math.prod(shape)
+        unit = f"layer {spec.layer}" if spec.layer is not None else "last" if spec.output else "first"
+        together[unit] = together.get(unit, 0) + numel
+        if spec.trained:
+            parameters.setdefault(ranks, []).append(numel)
+        elif spec.block is not None:
+            packed += packed_bytes(shape, spec.shape, spec.block)
+        else:
+            frozen += numel
+    copy = tied_copy(model, layout, rank) if mine[-1].last else None
+    copied = math.prod(copy.local_shape) if copy else 0
+    gradient = copied if model.adapter is None else 0
+    units = _units(model, together, whole)
+    return Held(mine, parameters, 0 if mine[0].first else copied, gradient, frozen, packed, units)
 
 
 def _units(model: ModelConfig, together: dict[str, int], whole: bool) -> Units:
@@ -146,12 +165,18 @@ def packed_bytes(held: Index, whole: Index, block: int) -> int:
 
 
 def memory_of(config: RunConfig, layout: Layout, of_rank: Held, keeps: Keeps) -> Memory:
-    """What a rank needs that holds so much."""
+    """What a rank needs that holds so much, without buffers."""
+    activations = live_activations(config, layout, of_rank.stages, keeps)
+    return replace(state_of(config, layout, of_rank, keeps), activations=activations)
+
+
+def state_of(config: RunConfig, layout: Layout, of_rank: Held, keeps: Keeps) -> Memory:
+    """The same without activations."""
     held = of_rank.parameters
     compute = COMPUTE_BYTES[config.train.precision]
     master = max(compute, 4)
     stage = config.sharding.stage if config.engine == "deepspeed" else 0
-    numel = sum(map(sum, held.values()))
+    numel = of_rank.numel
     shards = {ranks: -(-sum(sizes) // ranks) for ranks, sizes in held.items()}
     shard = sum(shards.values())
     separate = compute < master or config.engine == "deepspeed"  # DeepSpeed copies even float32 weights
@@ -165,7 +190,7 @@ def memory_of(config: RunConfig, layout: Layout, of_rank: Held, keeps: Keeps) ->
     fragment = max(each, default=0)
     kept = compute * (shard if stage >= 3 else numel) + optimizer + gradients * (stage >= 3)
     building = kept + 2 * master * fragment if stage else 0
-    away = elsewhere(config, _kept(of_rank), weights, gradients, optimizer)
+    away = elsewhere(config, of_rank.kept, weights, gradients, optimizer)
     if config.engine == "fsdp" and config.sharding.offload.state:
         away = Elsewhere(0, 0, 0, host=weights + gradients + optimizer)  # all of it, where any of it is
     if config.sharding.offload.state:
@@ -177,13 +202,7 @@ def memory_of(config: RunConfig, layout: Layout, of_rank: Held, keeps: Keeps) ->
     weights += compute * of_rank.copied + frozen
     building += frozen * (building > 0)
     gradients += width * of_rank.copied_gradient
-    activations = live_activations(config, layout, of_rank.stages, keeps)
-    return Memory(weights, gradients, optimizer, activations, building, away.host, away.disk)
-
-
-def _kept(of_rank: Held) -> list[int]:
-    """Elements of each parameter that the rank keeps."""
-    return [-(-n // ranks) for ranks, sizes in of_rank.parameters.items() for n in sizes]
+    return Memory(weights, gradients, optimizer, 0, building=building, host=away.host, disk=away.disk)
 
 
 def away_of(config: RunConfig, layout: Layout, disk: DiskRates = USUAL, host: int = 1 << 62) -> Elsewhere:
@@ -193,11 +212,10 @@ def away_of(config: RunConfig, layout: Layout, disk: DiskRates = USUAL, host: in
         disk: as measured.
         host: bytes of memory that a rank may use there.
     """
-    most = max(held_by(config, layout), key=lambda of_rank: sum(_kept(of_rank)))
-    micro_batches = config.train.global_batch // (layout.dp * config.train.micro_batch)
+    most = max(held_by(config, layout), key=lambda of_rank: sum(of_rank.kept))
     runs = [times for stage in most.stages for times in forwards(config.train, stage.layers).values()]
     again = sum(runs) / len(runs) - 1 if runs else 0.0
-    return elsewhere(config, _kept(most), 0, 0, 0, micro_batches, disk, host, again)
+    return elsewhere(config, most.kept, 0, 0, 0, micro_batches_of(config, layout), disk, host, again)
 
 
 def _fsdp_state(config: RunConfig, held: dict[int, list[int]]) -> tuple[int, int, int]:
@@ -233,163 +251,20 @@ def state(
 
 def live_activations(config: RunConfig, layout: Layout, stages: tuple[Stage, ...], keeps: Keeps = OURS) -> int:
     """Most bytes of activations that a rank keeps at once, with what it has received for later."""
-    micro_batches = config.train.global_batch // (layout.dp * config.train.micro_batch)
-    schedule = schedule_of(layout.schedule, layout.pp, layout.chunks, max(1, micro_batches))
-    sizes = {stage.index: activations(config, layout, stage, keeps) for stage in stages}
-    live = peak = 0
-    for action in schedule.ranks[stages[0].home]:
-        size = sizes[action.stage]
-        left = size.left if layout.schedule in ZERO_BUBBLE else 0
-        if action.kind == "forward":
-            live += size.kept
-            peak = max(peak, live)
-        elif action.kind == "backward_weight":
-            live -= left
-        else:
-            peak = max(peak, live + size.passing + max(0, left - size.kept))
-            live += (left if action.kind == "backward_input" else 0) - size.kept
-    return peak + most_received(layout.pp, layout.chunks) * sizes[stages[0].index].handed
+    sizes = [activations(config, layout, stage, keeps) for stage in stages]
+    besides = [size.passing + spread(layout, size) for size in sizes]
+    peak = max(
+        moment.kept(sizes) + (0 if moment.forward else besides[moment.chunk])
+        for moment in alive(layout, micro_batches_of(config, layout), stages[0].home)
+    )
+    return peak + most_received(layout.pp, layout.chunks) * sizes[0].handed
 
 
-schedule_of = cache(make_schedule)
-"""Schedules by name, pp, chunks and micro-batches."""
+def spread(layout: Layout, size: Activations) -> int:
+    """Bytes by which a stage's activations become more in the first part of a split backward."""
+    return max(0, size.left - size.kept) if layout.schedule in ZERO_BUBBLE else 0
 
 
-@dataclass(frozen=True)
-class Room:
-    """Bytes that one rank may use.
-
-    Attributes:
-        device: of its device.
-        host: of memory of the host, where that is not the device.
-        disk: of its share of the node's disk; None is not known.
-    """
-
-    device: int
-    host: int | None = None
-    disk: int | None = None
-
-    def holds(self, need: Memory) -> bool:
-        """Whether it is enough."""
-        return not self.lack(need)
-
-    def lack(self, need: Memory) -> str:
-        """What there is too little of, in words; empty where there is enough."""
-        here = need.total + (need.host if self.host is None else 0)
-        if here > self.device:
-            return f"more than the {_gib(self.device)} GiB that a rank has; needed are {need.describe()}"
-        if self.host is not None and need.host > self.host:
-            return (
-                f"more than the {_gib(self.host)} GiB of host memory that a rank may use; needed are {need.describe()}"
-            )
-        if self.disk is not None and need.disk > self.disk:
-            return (
-                f"{_gib(need.disk)} GiB of them on the disk, more than the {_gib(self.disk)} GiB that a rank finds "
-                f"free there"
-            )
-        return ""
-
-
-def check_memory(config: RunConfig, layout: Layout, available: int | Room) -> None:
-    """Refuse a run that cannot fit.
-
-    Args:
-        available: what one rank may use; a number is of bytes where device and host are one.
-
-    Raises:
-        ConfigError: the estimate is above it; says what would fit.
-    """
-    room = available if isinstance(available, Room) else Room(available)
-    need = estimate(config, layout)
-    reason = room.lack(need)
-    if not reason:
-        return
-    mildest: dict[tuple[str, ...], dict[str, int | str]] = {}
-    for changes in _alternatives(config, layout, room):
-        mildest.setdefault(tuple(changes), changes)
-    fewest = min(map(len, mildest), default=0)
-    names = [" ".join(f"{k}={v}" for k, v in c.items()) for c in mildest.values() if len(c) == fewest]
-    fix = "use " + ", or ".join(names) if names else "use more ranks or a smaller model"
-    raise ConfigError(MEMORY, f"{_gib(need.total + need.host + need.disk)} GiB", reason, fix)
-
-
-def _gib(size: float) -> str:
-    """Bytes as GiB, three digits and never an exponent."""
-    return f"{size / GIB:,.0f}" if size >= 100 * GIB else f"{size / GIB:.3g}"
-
-
-AWAY: tuple[dict[str, str], ...] = (
-    {"optimizer": "cpu"},
-    {"optimizer": "nvme"},
-    {"optimizer": "cpu", "params": "cpu"},
-    {"optimizer": "nvme", "params": "nvme"},
-    {"optimizer": "nvme", "gradients": "nvme"},
-    {"optimizer": "nvme", "gradients": "nvme", "params": "nvme"},
-)
-"""What else might be offloaded, mildest first."""
-
-
-def _alternatives(config: RunConfig, layout: Layout, room: Room) -> Iterator[dict[str, int | str]]:
-    """Changes of micro-batch, recomputation, stage, offloading, tp, cp, ep that fit on the same ranks; mildest of each
-    first."""
-    micro, stage, ranks = config.train.micro_batch, config.sharding.stage, layout.world // layout.pp
-    micros = [m for m in range(micro, 0, -1) if micro % m == 0]
-    plain = config.train.precision == "float64" or config.sharding.engine in ("none", "fsdp")
-    fixed = plain or layout.schedule in ZERO_BUBBLE
-    stages = [stage] if fixed else range(stage, 4)
-    again, here = config.train.recompute, config.sharding.offload
-    every = config.train.recompute_every
-    recomputes = dict.fromkeys(((again, every), ("full", 1)))
-    places = [here, *(here.model_copy(update=away) for away in AWAY if not fixed and config.engine != "fsdp")]
-    for resized in _resized(config, layout, ranks):
-        held = held_by(config, resized)
-        for away, s, (r, k), m in itertools.product(places, stages, recomputes, micros):
-            alone = resized.dp * resized.cp == 1  # then a stage spares nothing but by what it lets go elsewhere
-            if config.train.global_batch % (resized.dp * m) or (s > stage and alone and away == here):
-                continue
-            if resized.dp * resized.cp % config.sharding.replicas or (away != here and not _goes(away, s, room)):
-                continue
-            if config.engine != "fsdp" and zero_misfit(config.model, resized, s):
-                continue
-            changed = config.model_copy(
-                update={
-                    "sharding": config.sharding.model_copy(update={"stage": s, "offload": away}),
-                    "train": config.train.model_copy(update={"micro_batch": m, "recompute": r, "recompute_every": k}),
-                }
-            )
-            if room.holds(_fullest(changed, resized, held)):
-                values: dict[str, tuple[int | str, int | str]] = {
-                    "train.micro_batch": (m, micro),
-                    "train.recompute": (r, again),
-                    "train.recompute_every": (k, every),
-                    "sharding.stage": (s, stage),
-                    "sharding.offload.optimizer": (away.optimizer, here.optimizer),
-                    "sharding.offload.gradients": (away.gradients, here.gradients),
-                    "sharding.offload.params": (away.params, here.params),
-                    "parallel.tp": (resized.tp, layout.tp),
-                    "parallel.etp": (resized.etp, layout.etp),
-                    "parallel.cp": (resized.cp, layout.cp),
-                    "parallel.ep": (resized.ep, layout.ep),
-                }
-                yield {key: new for key, (new, old) in values.items() if new != old}
-
-
-def _goes(away: OffloadConfig, stage: int, room: Room) -> bool:
-    """Whether state can be offloaded like this, and is not merely moved within the same memory."""
-    if not stage or (stage < 3 and (away.params != "none" or away.gradients == "nvme")):
-        return False
-    return room.host is not None or "cpu" not in (away.optimizer, away.params)
-
-
-def _resized(config: RunConfig, layout: Layout, ranks: int) -> Iterator[Layout]:
-    """Layouts of as many ranks a stage with as much tensor, context and expert parallelism, or more of one of them."""
-    experts = config.model.moe.experts if config.model.moe else 1
-    for tp in (t for t in tp_sizes(config.model, ranks) if t >= layout.tp):
-        etp = tp if layout.etp > 1 else 1
-        for cp in (c for c in range(layout.cp, ranks // tp + 1) if ranks // tp % c == 0):
-            sizes = config.parallel.model_copy(update={"tp": tp, "cp": cp})
-            if misfit(config.model, sizes, config.data.seq) or config.model.expert_width % etp:
-                continue
-            for ep in (e for e in range(layout.ep, experts + 1) if experts % e == 0 and ranks % (e * etp) == 0):
-                if (tp > layout.tp) + (cp > layout.cp) + (ep > layout.ep) < 2:
-                    yield replace(layout, dp=ranks // (tp * cp), tp=tp, cp=cp, ep=ep, etp=etp)
+def micro_batches_of(config: RunConfig, layout: Layout) -> int:
+    """Of a step, on a rank."""
+    return max(1, config.train.global_batch // (layout.dp * config.train.micro_batch))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Literal
 
 from hpctrain.config.schema import AdapterConfig, ModelConfig
@@ -83,6 +84,7 @@ def units(model: ModelConfig, cut: Cut) -> int:
     }[cut]
 
 
+@lru_cache(maxsize=4)
 def parameter_specs(model: ModelConfig) -> tuple[ParameterSpec, ...]:
     """All parameters of a model, in the order the model holds them.
 
@@ -239,6 +241,7 @@ def matmul_weights(model: ModelConfig, trained: bool = False) -> int:
     return sum(active(s, model) for s in matrices) + head
 
 
+@lru_cache
 def largest_unit(model: ModelConfig, tp: int) -> int:
     """Elements that a rank computes with at about the same time: those of a layer, or of the vocabulary's matrix."""
     units: dict[object, int] = {}

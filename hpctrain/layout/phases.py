@@ -1,23 +1,26 @@
 """Bytes that a rank holds in each phase of a step, by what they are for. Plain arithmetic, no torch.
 
-State is that of `layout/memory.py`, activations are those of `layout/activations.py`; here they are put together over
-the rank's list of the schedule, and what is there for a moment is added: a chunk of the loss, weights that ZeRO 3 and
-FSDP2 have gathered, buckets on their way, parts of the sequence that sp gathers, hidden states that stages receive.
+State is that of `layout/memory.py`, activations are those of `layout/activations.py`; here they are put together at the
+moments of the rank's list (`layout/alive.py`), and what is there for a moment is added: a chunk of the loss, weights
+that ZeRO 3 and FSDP2 have gathered, buckets on their way, parts of the sequence that sp gathers, hidden states that
+stages receive.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
+from typing import NamedTuple
 
 from hpctrain.config.schema import RunConfig
 from hpctrain.layout.activations import COMPUTE_BYTES, OURS, Activations, Keeps, activations
+from hpctrain.layout.alive import Alive, alive
 from hpctrain.layout.buffers import Moving, OfFsdp, Plain, of_zero
 from hpctrain.layout.layout import Layout
-from hpctrain.layout.memory import Held, Memory, away_of, held_by, memory_of, schedule_of
+from hpctrain.layout.memory import Held, Memory, away_of, held_by, micro_batches_of, spread, state_of
 from hpctrain.layout.parameters import largest_unit
 from hpctrain.layout.placement import cut_of
 from hpctrain.layout.recompute import recomputed
-from hpctrain.layout.schedule import ZERO_BUBBLE
 from hpctrain.layout.shards import replicas_of
 from hpctrain.layout.stages import Stage
 from hpctrain.layout.transfers import most_received
@@ -80,24 +83,34 @@ def phases(config: RunConfig, layout: Layout, rank: int = 0, keeps: Keeps = OURS
         keeps: what the program keeps there.
     """
     held = held_by(config, layout)[layout.coordinates(rank)["pp"]]
-    memory = memory_of(config, layout, held, keeps)
+    memory = state_of(config, layout, held, keeps)
     pinned = away_of(config, layout).pinned if memory.host else 0
+    return OfRank(rank, in_phases(config, layout, held, memory, keeps, pinned))
+
+
+def in_phases(
+    config: RunConfig, layout: Layout, held: Held, memory: Memory, keeps: Keeps, pinned: int = 0
+) -> dict[str, Parts]:
+    """By phase, what a rank holds.
+
+    Args:
+        held: by the rank.
+        memory: its state.
+        pinned: of its host memory.
+    """
     rest = Parts(memory.weights, memory.gradients, memory.optimizer, host=memory.host, pinned=pinned, disk=memory.disk)
     moving = _moving(config, layout, held, memory, keeps)
-    forward, backward = _moments(config, layout, held, keeps, rest, moving)
+    forward, backward = _fullest_moments(config, layout, held, keeps, rest, moving)
     outside = rest
     if config.engine == "fsdp" and not config.sharding.offload.state:  # of each only the rank's part is there
-        whole = 0 if config.sharding.reshard_after_forward else COMPUTE_BYTES[config.train.precision] * _trained(held)
+        whole = 0 if config.sharding.reshard_after_forward else COMPUTE_BYTES[config.train.precision] * held.numel
         outside = replace(rest, weights=memory.weights - whole, gradients=memory.optimizer // 2)
-    return OfRank(
-        rank,
-        {
-            "start": replace(outside, gradients=0) if made_anew(config) else outside,
-            "forward": forward,
-            "backward": backward,
-            "step": replace(outside, buffers=moving.in_step),
-        },
-    )
+    return {
+        "start": replace(outside, gradients=0) if made_anew(config) else outside,
+        "forward": forward,
+        "backward": backward,
+        "step": replace(outside, buffers=moving.in_step),
+    }
 
 
 def made_anew(config: RunConfig) -> bool:
@@ -106,76 +119,98 @@ def made_anew(config: RunConfig) -> bool:
 
 
 def _moving(config: RunConfig, layout: Layout, held: Held, memory: Memory, keeps: Keeps) -> Moving:
-    """What the engine of a run moves on a rank."""
+    """What the engine of a run moves on a rank.
+
+    While it updates, torch's AdamW makes two temporaries of a parameter on a CPU; on a GPU one, but of all parameters
+    together (`foreach`). DeepSpeed's kernel makes none.
+    """
     width = COMPUTE_BYTES[config.train.precision]
-    sizes, master = [n for sizes in held.parameters.values() for n in sizes], max(width, 4)
-    largest = max(sizes, default=0)
+    master, largest = max(width, 4), max(held.sizes, default=0)
     if config.engine == "fsdp":
         ranks = layout.dp * layout.cp
         ranks //= replicas_of(config.sharding.replicas, ranks)
         shard = 0 if config.sharding.offload.state else memory.optimizer // 2
-        number = _micro_batches(config, layout)
-        return OfFsdp(config, held.units, shard, largest, ranks, keeps.streams, number)
-    layer = max((n for n in sizes if n != config.model.vocab * config.model.hidden // layout.tp), default=0)
-    swapped = 0 if keeps.streams else master * sum(held.parameters.get(2, []))  # two ranks' gradients, over gloo
-    there, in_step = 0, max(2 * master * largest, swapped)  # AdamW's temporaries
+        updating = shard if keeps.streams else 2 * master * largest // ranks
+        number = micro_batches_of(config, layout)
+        return OfFsdp(config, held.units, shard, updating, ranks, keeps.streams, number)
+    layer = max((n for n in held.sizes if n != config.model.vocab * config.model.hidden // layout.tp), default=0)
     if config.engine == "deepspeed":
-        bucket = round(min(config.sharding.bucket_mib * MIB, master * _trained(held)))
+        bucket = round(min(config.sharding.bucket_mib * MIB, master * held.numel))
         unit, part = largest_unit(config.model, layout.tp), memory.optimizer // 3
-        there, in_step = of_zero(config.sharding.stage, width, bucket, unit, part, memory.gradients)
+        temporaries = 2 - keeps.streams if config.sharding.torch_adam else 0
+        there, in_step = of_zero(config.sharding.stage, width, bucket, unit, part, memory.gradients, temporaries)
+    elif keeps.streams:
+        there, in_step = 0, master * held.numel
+    else:
+        swapped = master * sum(held.parameters.get(2, []))  # two ranks' gradients, over gloo
+        there, in_step = 0, max(2 * master * largest, swapped)
     return Plain(memory.gradients, there, width * layer, in_step)
 
 
-def _trained(held: Held) -> int:
-    return sum(map(sum, held.parameters.values()))
+class _Beside(NamedTuple):
+    """Bytes beside what waits for a backward: of activations and of logits there may be fewer."""
+
+    activations: int
+    logits: int
+    buffers: int
 
 
-def _micro_batches(config: RunConfig, layout: Layout) -> int:
-    return max(1, config.train.global_batch // (layout.dp * config.train.micro_batch))
-
-
-def _moments(
+def _fullest_moments(
     config: RunConfig, layout: Layout, held: Held, keeps: Keeps, rest: Parts, moving: Moving
 ) -> tuple[Parts, Parts]:
     """The fullest moments of forwards and of backwards over the rank's list."""
-    schedule = schedule_of(layout.schedule, layout.pp, layout.chunks, _micro_batches(config, layout))
-    sizes = {stage.index: activations(config, layout, stage, keeps) for stage in held.stages}
-    stages = {stage.index: stage for stage in held.stages}
-    splits = layout.schedule in ZERO_BUBBLE
-    received = most_received(layout.pp, layout.chunks) * sizes[held.stages[0].index].handed
-    entering = _entering(config, layout)
-    working = {stage.index: _working(config, layout, stage) for stage in held.stages}
-    forward = backward = rest
-    live = logits = backwards = 0
-    for action in schedule.ranks[held.stages[0].home]:
-        size, stage = sizes[action.stage], stages[action.stage]
-        left = size.left if splits else 0
-        empty = replace(rest, gradients=moving.kept(backwards), buffers=received)
-        if action.kind == "forward":
-            live, logits = live + size.kept - size.logits, logits + size.logits
-            here = entering + moving.waiting(backwards)
-            moments = [_with(empty, live, logits + size.chunk, moving.at_loss() + here)] if stage.last else []
-            for gone, more in moving.forward(len(stage.layers), stage.last):
-                there = live - _of_last(size, gone)
-                if stage.layers:
-                    there += working[stage.index][-1 - gone]
-                moments.append(_with(empty, there, logits - size.logits, more + here))
-            forward = max(forward, *moments, key=_device)
-        elif action.kind == "backward_weight":
-            live -= left
-        else:
-            moments = [_with(empty, live, logits + size.of_loss + size.chunk, moving.at_loss())] if stage.last else []
-            logits -= size.logits
-            flowing = _flowing(config, layout, stage.last)
-            for gone, more in moving.backward(len(stage.layers), stage.last, backwards):
-                there = live - _of_last(size, gone)
-                if gone < len(stage.layers):
-                    there += size.again[-1 - gone] + flowing
-                moments.append(_with(empty, there, logits, more + entering))
-            backward = max(backward, *moments, key=_device)
-            backwards += 1
-            live += (left if action.kind == "backward_input" else 0) - size.kept + size.logits
-    return forward, backward
+    sizes = [activations(config, layout, stage, keeps) for stage in held.stages]
+    received = most_received(layout.pp, layout.chunks) * sizes[0].handed
+    most: dict[tuple[bool, int, bool, Activations, int], _Beside] = {}  # chunks are mostly alike
+    found: dict[bool, tuple[int, Alive, _Beside]] = {}
+    for moment in alive(layout, micro_batches_of(config, layout), held.stages[0].home):
+        stage, size = held.stages[moment.chunk], sizes[moment.chunk]
+        alike = moment.forward, len(stage.layers), stage.last, size, moment.backwards
+        if alike not in most:
+            of_kind = _of_forward if moment.forward else _of_backward
+            most[alike] = max(of_kind(config, layout, stage, size, moving, moment.backwards), key=sum)
+        total = moment.kept(sizes) + moving.kept(moment.backwards) + sum(most[alike])
+        if moment.forward not in found or total > found[moment.forward][0]:
+            found[moment.forward] = total, moment, most[alike]
+
+    def parts(moment: Alive, beside: _Beside) -> Parts:
+        logits = moment.logits(sizes)
+        return replace(
+            rest,
+            gradients=moving.kept(moment.backwards),
+            activations=moment.kept(sizes) - logits + beside.activations,
+            logits=logits + beside.logits,
+            buffers=received + beside.buffers,
+        )
+
+    return parts(*found[True][1:]), parts(*found[False][1:])
+
+
+def _of_forward(
+    config: RunConfig, layout: Layout, stage: Stage, size: Activations, moving: Moving, backwards: int
+) -> Iterator[_Beside]:
+    """Moments of a forward: the loss, and layers, whose logits are yet to come."""
+    here, layers = entering(config, layout) + moving.waiting(backwards), len(stage.layers)
+    if stage.last:
+        yield _Beside(0, size.chunk, moving.at_loss() + here)
+    working = _working(config, layout, stage)
+    for gone, more in moving.forward(layers, stage.last):
+        there = (working[-1 - gone] if layers else 0) - _of_last(size, gone)
+        yield _Beside(there, -size.logits, more + here)
+
+
+def _of_backward(
+    config: RunConfig, layout: Layout, stage: Stage, size: Activations, moving: Moving, backwards: int
+) -> Iterator[_Beside]:
+    """Moments of a backward: the loss, and layers, computed again where they are, whose logits are gone."""
+    if stage.last:
+        yield _Beside(0, size.of_loss + size.chunk, moving.at_loss())
+    flows, layers = flowing(config, layout, stage.last), len(stage.layers)
+    for gone, more in moving.backward(layers, stage.last, backwards):
+        there = spread(layout, size) - _of_last(size, gone)
+        if gone < layers:
+            there += size.again[-1 - gone] + flows
+        yield _Beside(there, -size.logits, more + entering(config, layout))
 
 
 def _of_last(size: Activations, number: int) -> int:
@@ -184,13 +219,13 @@ def _of_last(size: Activations, number: int) -> int:
     return (size.kept - size.logits) * last // max(1, sum(size.layers))
 
 
-def _entering(config: RunConfig, layout: Layout) -> int:
+def entering(config: RunConfig, layout: Layout) -> int:
     """Bytes of a whole sequence, in the parts that sp gathers and put together."""
     tokens = config.train.micro_batch * config.data.seq / layout.cp
     return round(2 * tokens * config.model.hidden * COMPUTE_BYTES[config.train.precision]) if layout.sp else 0
 
 
-def _flowing(config: RunConfig, layout: Layout, last: bool) -> int:
+def flowing(config: RunConfig, layout: Layout, last: bool) -> int:
     """Bytes of the gradients of activations that a layer's backward works with: that of its output, which stages but
     the last receive, and of its MLP."""
     model, tokens = config.model, config.train.micro_batch * config.data.seq / layout.cp
@@ -204,11 +239,3 @@ def _working(config: RunConfig, layout: Layout, stage: Stage) -> list[int]:
     of_token = 2 * model.hidden + (4 if model.gated else 2) * cut_of(model, "ffn", layout.tp, 0)[1]
     size = round(tokens * COMPUTE_BYTES[config.train.precision] * of_token)
     return [size * (what == "full") for what in recomputed(config.train, stage.layers).values()]
-
-
-def _device(parts: Parts) -> int:
-    return parts.device
-
-
-def _with(empty: Parts, activations: int, logits: int, buffers: int) -> Parts:
-    return replace(empty, activations=activations, logits=logits, buffers=empty.buffers + buffers)

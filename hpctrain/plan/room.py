@@ -1,7 +1,7 @@
 """Bytes that a rank of very many layouts needs, fast.
 
-The formulas are those of `layout/memory.py` and `layout/activations.py`, each worked out once for all layouts that
-share it. What the search keeps is asked of `layout.memory.estimate` itself.
+The formulas are those of `layout/memory.py`, `layout/activations.py` and `layout/phases.py`, each worked out once for
+all layouts that share it. What the search keeps is asked of these themselves.
 """
 
 from __future__ import annotations
@@ -13,11 +13,15 @@ import numpy as np
 
 from hpctrain.config.schema import ParallelConfig, RunConfig
 from hpctrain.layout.activations import COMPUTE_BYTES, Keeps, activations
+from hpctrain.layout.buffers import of_zero
 from hpctrain.layout.layout import Layout
 from hpctrain.layout.memory import state
+from hpctrain.layout.parameters import largest_unit, parameter_specs
+from hpctrain.layout.phases import entering, flowing
 from hpctrain.layout.schedule import ZERO_BUBBLE
 from hpctrain.layout.schedule_claims import claimed_peak
 from hpctrain.layout.stages import Stage
+from hpctrain.layout.units import MIB
 from hpctrain.plan.gemm import Array
 from hpctrain.plan.links import Machine
 from hpctrain.plan.screen import KEYS, counts, unique
@@ -50,9 +54,11 @@ def _of_parts(config: RunConfig, points: Points, keeps: Keeps) -> dict[str, Arra
         expert = activations(at, layout, Stage(1, 0, 0, range(routed, routed + 1), False, False), keeps)
         last = activations(at, layout, Stage(1, 0, 0, range(0), False, True), keeps)
         more = [max(one.passing, expert.passing), last.passing, max(one.left, expert.left), none.handed]
-        rows.append([one.kept - none.kept, expert.kept - none.kept, none.kept, last.kept, *more])
+        ends = [last.logits, last.chunk, entering(at, layout), flowing(at, layout, False), flowing(at, layout, True)]
+        rows.append([one.kept - none.kept, expert.kept - none.kept, none.kept, last.kept, *more, *ends])
     names = ("dense", "routed", "none", "last", "passing", "passing_last", "left", "handed")
-    return dict(zip(names, np.array(rows, dtype=float).T[:, inverse]))
+    of_ends = ("logits", "chunk", "entering", "flowing", "flowing_last")
+    return dict(zip((*names, *of_ends), np.array(rows, dtype=float).T[:, inverse]))
 
 
 def _flat(points: Points, index: int) -> Layout:
@@ -104,6 +110,36 @@ def _frozen(config: RunConfig, dense: int, routed: int, ends: float, points: Poi
     return out
 
 
+def _fullest(config: RunConfig, points: Points, part: dict[str, Array], last: bool, below: float) -> Array:
+    """Bytes besides what waits, while the loss is backward or a layer is: a gradient of its on the way, too.
+
+    Args:
+        below: elements of the largest matrix of a layer, before tp cuts it.
+    """
+    way = COMPUTE_BYTES[config.train.precision] * below / points.tp
+    layer = part["passing"] + part["flowing_last" if last else "flowing"] + part["entering"] + way
+    if not last:
+        return layer
+    return np.maximum(part["passing_last"] + part["chunk"], layer - part["logits"])
+
+
+def _buffers(
+    config: RunConfig, points: Points, stage: int, numel: Array, optimizer: Array, gradients: Array
+) -> tuple[Array | float, Array | float]:
+    """Bytes that an engine has in forward and backward besides, and in its update, on a GPU.
+
+    Args:
+        numel: elements of parameters before they are sharded.
+        optimizer, gradients: bytes that are on the device.
+    """
+    width = COMPUTE_BYTES[config.train.precision]
+    if not stage:
+        return 0.0, max(width, 4) * numel
+    bucket = np.minimum(config.sharding.bucket_mib * MIB, max(width, 4) * numel)
+    unit = largest_unit(config.model, 1) / points.tp
+    return of_zero(stage, width, bucket, unit, optimizer / 3, gradients, 1 if config.sharding.torch_adam else 0)
+
+
 def room(config: RunConfig, points: Points, runtime: Runtime = OWN, besides: float = 0.0) -> tuple[Array, Array]:
     """Bytes of the fullest rank on its device, and of its state where that is offloaded.
 
@@ -118,6 +154,7 @@ def room(config: RunConfig, points: Points, runtime: Runtime = OWN, besides: flo
     device = np.zeros(len(points))
     away = np.zeros(len(points))
     vocab = model.vocab * model.hidden
+    below = max(spec.numel for spec in parameter_specs(model) if spec.layer is not None and "experts" not in spec.cuts)
     index, inverse = unique(points, ("schedule", "pp", "chunks"))
     for place, which in enumerate(index):
         some = np.flatnonzero(inverse == place)
@@ -147,10 +184,13 @@ def room(config: RunConfig, points: Points, runtime: Runtime = OWN, besides: flo
                 kept[-1] = kept[-1] - part["none"] + part["last"]
             alive = np.array([_alive(name, pp, chunks, int(m), rank) for m in number[some]], dtype=float)
             mean = sum(kept) / len(kept)
-            live = alive * mean + np.maximum(part["passing"], part["passing_last"] * last)
+            if runtime.buffers:
+                live = alive * mean + _fullest(config, at, part, last, below)
+            else:
+                live = alive * mean + np.maximum(part["passing"], part["passing_last"] * last)
             if last and runtime.defers and pp > 1:
                 live = live + np.minimum(number[some], runtime.defers) * _waiting(config, at)
-            total = besides * numel + frozen + live + 2.0 * part["handed"] * (pp > 1)
+            live = live + 2.0 * part["handed"] * (pp > 1)
             for stage in np.unique(at.stage):
                 rows = at.stage == stage
                 separate = compute < 4 or stage > 0
@@ -160,7 +200,12 @@ def room(config: RunConfig, points: Points, runtime: Runtime = OWN, besides: flo
                     weights, gradients, optimizer = state(numel, shard, *cut)
                     goes = optimizer + gradients * (stage == 3)  # below that gradients stay
                     moved = np.where(at.offload > 0, goes, 0.0)
-                    held = weights + gradients + optimizer - moved + total
+                    moment = live
+                    if runtime.buffers:
+                        stays = optimizer * (at.offload == 0), gradients * ((at.offload == 0) | (stage < 3))
+                        there, in_step = _buffers(config, at, int(stage), numel, *stays)
+                        moment = np.maximum(live + there, in_step)
+                    held = weights + gradients + optimizer - moved + besides * numel + frozen + moment
                     device[some[chosen]] = np.maximum(device[some[chosen]], held[chosen])
                     away[some[chosen]] = np.maximum(away[some[chosen]], moved[chosen])
     return device, away

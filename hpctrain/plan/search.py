@@ -10,6 +10,7 @@ import numpy as np
 from hpctrain.config.schema import OF_FSDP, RunConfig
 from hpctrain.config.validate import validate
 from hpctrain.errors import ConfigError
+from hpctrain.layout.fits import needed
 from hpctrain.layout.layout import Layout
 from hpctrain.layout.memory import Memory, estimate
 from hpctrain.layout.units import GIB
@@ -129,13 +130,13 @@ def search(
         if not len(points):
             raise ConfigError("layout", config.name, "no layout has these settings", "hold fewer of them")
     machine = machine.of(devices)
-    needed, away = room(config, points, work.runtime, weights_besides(machine, work))
+    needs, away = room(config, points, work.runtime, weights_besides(machine, work))
     have = work.runtime.usable(machine.hardware.gpu.memory.value)
     host = machine.hardware.host
     holds = np.where(points.offload == 2, host.nvme.value, host.memory.value) * 0.9 / host.devices
-    fits = (needed <= have) & (away <= holds)
+    fits = (needs <= have) & (away <= holds)
     if not fits.any():
-        _nothing(config, machine, points, needed, have, devices)
+        _nothing(config, machine, points, needs, have, devices)
     points = points.take(np.flatnonzero(fits))
     times = screen(machine, work, points).time
     return refined(config, machine, work, points, times, top, have)
@@ -152,13 +153,18 @@ def refined(
             break
         layout, one = points.layout(int(index)), points.take(np.array([index]))
         chosen = configured(config, one, 0, machine.hardware.host.devices)
-        memory = estimate(shortened(chosen, layout), layout, work.runtime.keeps)
+        memory = _memory(chosen, layout, work)
         if not int(one.offload[0]) and (memory.training > have or not _valid(chosen, layout.world)):
             continue
         out.append(Plan(chosen, layout, one, price(machine, work, layout, one), memory, work))
         if len(out) == MOST:
             break
     return sorted(out, key=lambda plan: plan.seconds)[:top]
+
+
+def _memory(config: RunConfig, layout: Layout, work: Work) -> Memory:
+    """What the fullest rank needs, of its buffers what is known."""
+    return (needed if work.runtime.buffers else estimate)(config, layout, work.runtime.keeps)
 
 
 def priced(config: RunConfig, machine: Machine, devices: int, work: Work) -> Plan:
@@ -183,7 +189,7 @@ def priced(config: RunConfig, machine: Machine, devices: int, work: Work) -> Pla
         sharding.reshard_after_forward,
         sharding.offload.optimizer,
     )
-    memory = estimate(shortened(config, layout), layout)
+    memory = _memory(config, layout, work)
     return Plan(config, layout, points, price(machine, work, layout, points), memory, work)
 
 
@@ -192,17 +198,6 @@ def _all_alike(config: RunConfig) -> None:
     if (every := config.train.recompute_every) > 1:
         reason = "has no price here: of all layers the same is taken to be computed again"
         raise ConfigError("train.recompute_every", every, reason, "use 1")
-
-
-def shortened(config: RunConfig, layout: Layout) -> RunConfig:
-    """The same with no more micro-batches than it takes until as many are alive as ever are, for `estimate`, which goes
-    through a schedule step by step."""
-    of_one = layout.dp * config.train.micro_batch
-    number, enough = config.train.global_batch // of_one, 4 * layout.pp * layout.chunks
-    if number <= enough + layout.pp:
-        return config
-    fewer = (enough + number % layout.pp) * of_one
-    return config.model_copy(update={"train": config.train.model_copy(update={"global_batch": fewer})})
 
 
 HELD = {
@@ -244,8 +239,8 @@ def _valid(config: RunConfig, world: int) -> bool:
     return True
 
 
-def _nothing(config: RunConfig, machine: Machine, points: Points, needed: object, have: float, devices: int) -> None:
-    sizes = np.asarray(needed, float)
+def _nothing(config: RunConfig, machine: Machine, points: Points, needs: object, have: float, devices: int) -> None:
+    sizes = np.asarray(needs, float)
     least = int(np.argmin(sizes))
     gib = f"{sizes[least] / GIB:,.1f} GiB"
     more = devices

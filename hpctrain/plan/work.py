@@ -49,6 +49,7 @@ class Runtime:
         slack: memory that no model counts, bytes: CUDA context, NCCL's buffers.
         fragments: share of a device's memory that its allocator keeps without use.
         keeps: what is kept for backward.
+        buffers: memory has what our engines hold for a moment (`layout/phases.py`); of others only `slack` is known.
     """
 
     attention: Literal["unfused", "flash1", "flash2", "flash3"] = "flash2"
@@ -73,6 +74,7 @@ class Runtime:
     slack: float = 3 * 2**30
     fragments: float = 0.08
     keeps: Keeps = OURS
+    buffers: bool = True
 
     def sends_beside(self, schedule: str) -> bool:
         """Whether ranks of a pipeline go on while they send."""

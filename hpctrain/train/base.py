@@ -14,8 +14,9 @@ from torch import Tensor
 from hpctrain.checkpoint.collective import Found, find
 from hpctrain.config.schema import RunConfig
 from hpctrain.errors import CheckpointError
+from hpctrain.layout.activations import Keeps
+from hpctrain.layout.fits import needed
 from hpctrain.layout.layout import Layout
-from hpctrain.layout.memory import estimate
 from hpctrain.layout.parameters import parameter_specs, saved_shapes, trained_specs
 from hpctrain.layout.placement import Box, Index
 from hpctrain.model.random import initial_values, row_norms
@@ -111,11 +112,11 @@ def note_of(base: Found) -> dict[str, Any]:
     return {"path": str(base.path.absolute()), "identity": base.identity}
 
 
-def in_numbers(config: RunConfig, layout: Layout) -> str:
-    """What is trained, and the memory that takes."""
+def in_numbers(config: RunConfig, layout: Layout, keeps: Keeps) -> str:
+    """What is trained, and the memory that takes on a device that keeps so much."""
     adapter = config.model.adapter
     trained, held = (sum(spec.numel for spec in specs(config.model)) for specs in (trained_specs, parameter_specs))
     who = f"{adapter.kind} of rank {adapter.rank}" if adapter is not None else "this run"
     share = f"{trained / held:.3%}" if trained < held else "all"
-    need = estimate(config, layout).describe()
+    need = needed(config, layout, keeps).describe()
     return f"{who} trains {trained:,} of {held:,} parameters ({share}); the fullest rank needs {need}"

@@ -14,8 +14,8 @@ from hpctrain.config.schema import RunConfig
 from hpctrain.config.validate import validate
 from hpctrain.data.dataset import open_dataset
 from hpctrain.errors import CheckpointError, ConfigError
+from hpctrain.layout.fits import Room, check_memory
 from hpctrain.layout.layout import Layout
-from hpctrain.layout.memory import Room, check_memory
 from hpctrain.telemetry.memory import host_memory
 from hpctrain.train.finished import finished
 

@@ -20,6 +20,7 @@ from hpctrain.launch.life.lives import Life, begin, excused, knock
 from hpctrain.launch.life.stop import StopRequest
 from hpctrain.launch.life.succession import WAIT_S, Tenancy
 from hpctrain.launch.rank.bootstrap import process_group
+from hpctrain.layout.activations import ON_CPU, OURS
 from hpctrain.telemetry.console import ConsoleView
 from hpctrain.telemetry.environment import write_environment
 from hpctrain.telemetry.metrics import event
@@ -107,7 +108,8 @@ def rank_main(settings: dict[str, Any], console: bool) -> Summary:
             sinks.write(event("resume", before, in_words(found, differences(session, found))))
         if session.base is not None:
             sinks.write(event("base", before, f"weights {in_words(session.base, iter(()))}"))
-            sinks.write(event("trained", before, in_numbers(config, session.mesh.layout)))
+            keeps = ON_CPU if world.device.type == "cpu" else OURS
+            sinks.write(event("trained", before, in_numbers(config, session.mesh.layout, keeps)))
         layout = session.mesh.layout.describe()
         facts = {f"seconds_{phase}": round(seconds, 2) for phase, seconds in world.seconds.items()}
         if world.proof:

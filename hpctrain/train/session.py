@@ -14,8 +14,8 @@ from hpctrain.config.schema import RunConfig
 from hpctrain.data.batches import Batches
 from hpctrain.data.dataset import Dataset, batches, open_dataset
 from hpctrain.layout.context import spans
+from hpctrain.layout.fits import Room, check_memory
 from hpctrain.layout.layout import Layout
-from hpctrain.layout.memory import Room, check_memory
 from hpctrain.layout.placement import replica_groups
 from hpctrain.parallel.agree import everywhere
 from hpctrain.parallel.comm import gather_objects

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from hpctrain.config.schema import RunConfig
 from hpctrain.errors import HpctrainError
 from hpctrain.launch.local.zygote import RankFailure, Zygote
-from hpctrain.layout.memory import MEMORY
+from hpctrain.layout.fits import MEMORY
 from hpctrain.train.schedule import peak_lr
 from hpctrain.verify.cases import CannotJudge, Case
 

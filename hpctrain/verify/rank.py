@@ -17,8 +17,8 @@ from hpctrain.errors import LaunchError
 from hpctrain.files import write_whole
 from hpctrain.launch.life.identity import ALONE, detect
 from hpctrain.launch.rank.bootstrap import process_group
+from hpctrain.layout.fits import Room, check_memory
 from hpctrain.layout.layout import Layout
-from hpctrain.layout.memory import check_memory
 from hpctrain.layout.placement import replica_groups
 from hpctrain.model.batch import Batch
 from hpctrain.parallel.context import own_part
@@ -27,7 +27,7 @@ from hpctrain.parallel.parallelize import build_chunks
 from hpctrain.parallel.pipeline import Pipeline
 from hpctrain.sharding.build import build_engine, takes_values
 from hpctrain.sharding.engine import Engine
-from hpctrain.telemetry.memory import available_memory
+from hpctrain.telemetry.memory import available_memory, host_memory
 from hpctrain.telemetry.meter import Meter
 from hpctrain.train.loop import train_step
 from hpctrain.train.schedule import learning_rate
@@ -65,7 +65,8 @@ def run(
     world = dist.get_world_size() if dist.is_initialized() else 1
     layout = Layout.of(config.parallel, world)
     sharing = 1 if device.type == "cuda" else config.cluster.gpus_per_node
-    check_memory(config, layout, available_memory(device).bytes // sharing)
+    host = host_memory().bytes // config.cluster.gpus_per_node if device.type == "cuda" else None
+    check_memory(config, layout, Room(available_memory(device).bytes // sharing, host))
     mesh = build_mesh(
         layout, device, replica_groups(config.model, layout), timeout_s or config.cluster.timeout_s, meter
     )

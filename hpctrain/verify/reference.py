@@ -8,8 +8,8 @@ from __future__ import annotations
 import torch
 
 from hpctrain.config.schema import RunConfig
+from hpctrain.layout.fits import check_memory
 from hpctrain.layout.layout import Layout
-from hpctrain.layout.memory import check_memory
 from hpctrain.layout.parameters import parameter_specs, saved_shapes, trained_specs
 from hpctrain.layout.placement import Box
 from hpctrain.model.loss import CrossEntropy

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -10,16 +11,18 @@ import pytest
 from hpctrain.config.load import load
 from hpctrain.config.validate import validate
 from hpctrain.errors import ConfigError
+from hpctrain.layout.fits import needed
 from hpctrain.layout.layout import Layout
 from hpctrain.layout.memory import estimate
+from hpctrain.layout.units import GIB
 from hpctrain.plan.candidates import candidates
 from hpctrain.plan.constants import constants
 from hpctrain.plan.hardware import hardware
 from hpctrain.plan.links import Machine
 from hpctrain.plan.room import room
 from hpctrain.plan.screen import screen
-from hpctrain.plan.search import best_with, configured, lacks, priced, search
-from hpctrain.plan.work import NAMES, RECOMPUTE, Points, Work
+from hpctrain.plan.search import best_with, configured, lacks, priced, refined, search
+from hpctrain.plan.work import NAMES, OWN, RECOMPUTE, Points, Work
 
 H100 = Machine(hardware("dgx-h100"), constants())
 
@@ -63,8 +66,20 @@ def test_room_follows_the_memory_model() -> None:
     ):
         points = Points.one(layout, micro, recompute, stage)
         chosen = configured(config, points, 0, 8)
+        assert room(chosen, points)[0][0] == pytest.approx(needed(chosen, layout).training, rel=0.01)
         expected = estimate(chosen, layout).training
-        assert room(chosen, points)[0][0] == pytest.approx(expected, rel=0.03)
+        assert room(chosen, points, replace(OWN, buffers=False))[0][0] == pytest.approx(expected, rel=0.03)
+
+
+def test_what_is_planned_fits_by_what_a_run_is_refused_by() -> None:
+    """llama-8b with ZeRO 3 on 8 devices: there is room for gathered units, too, or it is no plan."""
+    config, layout = load("llama-8b", ["train.recompute=full"]), Layout(dp=8)
+    chosen = configured(config, points := Points.one(layout, 1, "full", 3), 0, 8)
+    without, whole = estimate(chosen, layout).training, needed(chosen, layout)
+    assert whole.training > without and whole.buffers > GIB
+    times = np.ones(1)
+    for have, found in ((without, 0), (whole.training, 1)):
+        assert len(refined(config, H100, Work.of(config), points, times, 1, have)) == found
 
 
 def test_one_core_screens_a_hundred_thousand_layouts_a_second() -> None:
@@ -90,7 +105,7 @@ def test_what_does_not_fit_says_what_would() -> None:
     with pytest.raises(ConfigError) as error:
         search(load("llama-405b"), H100, 16)
     assert "needs" in str(error.value) and "devices are enough" in str(error.value)
-    assert search(load("llama-405b"), H100, 128, top=1)[0].layout.world == 128
+    assert search(load("llama-405b"), H100, 256, top=1)[0].layout.world == 256
 
 
 def test_a_batch_that_nothing_divides_says_the_nearest() -> None:

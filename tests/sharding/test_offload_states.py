@@ -12,6 +12,7 @@ from hpctrain.layout.slots import UNIT, Row
 from hpctrain.parallel.pages import Buffers
 from hpctrain.scratch import Disk, ScratchFile
 from hpctrain.sharding.offload.gradients import Gradients
+from hpctrain.sharding.offload.home import is_short
 from hpctrain.sharding.offload.states import Far, States
 from hpctrain.sharding.offload.update import Updater
 from hpctrain.sharding.state import KINDS, WEIGHT
@@ -34,6 +35,11 @@ def make(folder: Path, share: float, on_disk: bool, gradients: bool, chunk: int 
         far = Far(ScratchFile(folder, size), Disk(4096, 2), buffers, gradients)
     states = States(row, CPU, far, False)
     return states, Gradients(row, CPU, far, lambda name: name != "c", False)
+
+
+def test_memory_is_short_below_three_times_the_state() -> None:
+    held = [1000, 24, 0]
+    assert is_short(3 * 16 * 1024 - 1, held) and not is_short(3 * 16 * 1024, held)
 
 
 PLACES = pytest.mark.parametrize(

@@ -5,13 +5,13 @@ from __future__ import annotations
 import errno
 import math
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
 from hpctrain.config.schema import OffloadConfig, RunConfig
 from hpctrain.errors import ConfigError
-from hpctrain.layout.offload import DiskRates, Sizes, sizes_for
+from hpctrain.layout.offload import RECORD, DiskRates, Sizes, sizes_for
 from hpctrain.layout.placement import Placement
 from hpctrain.layout.slots import Row
 from hpctrain.parallel.mesh import Mesh
@@ -22,6 +22,9 @@ from hpctrain.sharding.offload.states import BYTES, Far, States
 from hpctrain.sharding.state import KINDS
 from hpctrain.telemetry.disk import disk_rates
 from hpctrain.telemetry.memory import available_memory, return_freed_memory
+
+ROOMY = 3
+"""How many times a rank's state its memory holds where there is enough."""
 
 
 def make_home(config: RunConfig, mesh: Mesh, records: Mapping[str, Placement]) -> Home:
@@ -35,12 +38,25 @@ def make_home(config: RunConfig, mesh: Mesh, records: Mapping[str, Placement]) -
     Raises:
         ConfigError: the disk cannot be used.
     """
-    return_freed_memory()
     settings = config.sharding.offload
     rates = disk_rates(settings.folder) if settings.on_disk else DiskRates(0.0, 0.0)
     host = available_memory(torch.device("cpu")).bytes // config.cluster.gpus_per_node
     held = [-(-math.prod(r.local_shape) // mesh.reduction(r).size) for r in records.values()]
+    if is_short(host, held):
+        return_freed_memory()
     return Home(settings, sizes_for(config, held, rates, host), mesh.device, rates, host)
+
+
+def is_short(host: int, held: Sequence[int]) -> bool:
+    """Whether a rank has so little memory that what is freed must go back to the system at once.
+
+    That costs: pages are cleared each time they are given out again (docs/offload.md).
+
+    Args:
+        host: bytes that the rank may take.
+        held: elements of each parameter that it keeps state of.
+    """
+    return host < ROOMY * RECORD * sum(held)
 
 
 class Home:

@@ -354,6 +354,9 @@ class TrainConfig(Section):
     recompute: Literal["none", "selective", "full"] = Field(
         "none", description="Activations computed again in backward: none, attention's, or those of every layer."
     )
+    recompute_every: Count = Field(
+        1, description="Of each chunk the first layer is computed again, and every so many-th after it; 1 is all."
+    )
     overlap: bool = Field(True, description="Reductions run beside computation where that is exact.")
 
 

@@ -110,6 +110,12 @@ def _paged(config: RunConfig) -> None:
         _refuse("optimizer.paged", True, reason, "use false, or sharding.stage=0")
 
 
+def _recompute(config: RunConfig) -> None:
+    if config.train.recompute == "none" and (every := config.train.recompute_every) != 1:
+        reason = "says which layers are computed again, and train.recompute=none computes none of them again"
+        _refuse("train.recompute_every", every, reason, "use 1, or train.recompute=full or selective")
+
+
 def _offload(config: RunConfig) -> None:
     offload, stage = config.sharding.offload, config.sharding.stage
     for what in ("optimizer", "params"):
@@ -332,6 +338,7 @@ RULES: tuple[Rule, ...] = (
     _attention_shape,
     _positions,
     _sharding_rules,
+    _recompute,
     _offload,
     _paged,
     check_adapters,

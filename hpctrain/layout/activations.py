@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from hpctrain.config.schema import RunConfig
 from hpctrain.layout.layout import Layout
 from hpctrain.layout.placement import cut_of
+from hpctrain.layout.recompute import recomputed
 from hpctrain.layout.stages import Stage
 
 COMPUTE_BYTES = {"float32": 4, "float64": 8, "bf16": 2, "fp16": 2}
@@ -70,6 +71,8 @@ class Activations:
         logits: of what is kept.
         of_loss: of what is passing, the logits' gradient; the rest is one layer computed again.
         chunk: while the loss runs, forward or backward: its chunk in float32 or wider.
+        layers: of what is kept, that of each layer.
+        again: of what is passing, the most from the backward of each layer on, without the loss.
     """
 
     kept: int
@@ -79,6 +82,8 @@ class Activations:
     logits: int = 0
     of_loss: int = 0
     chunk: int = 0
+    layers: tuple[int, ...] = field(default=(), kw_only=True)
+    again: tuple[int, ...] = field(default=(), kw_only=True)
 
 
 def activations(config: RunConfig, layout: Layout, stage: Stage | None = None, keeps: Keeps = OURS) -> Activations:
@@ -102,7 +107,12 @@ def activations(config: RunConfig, layout: Layout, stage: Stage | None = None, k
     of_layer = {kind: always + _mlp(config, layout, kind, keeps) for kind in set(routed)}
     for_weights = {kind: _for_weights(config, layout, kind) for kind in set(routed)}
     whole = [of_layer[kind] for kind in routed]
-    kept = [{"none": n, "selective": n - spared, "full": hidden}[config.train.recompute] for n in whole]
+    kinds = recomputed(config.train, held).values()
+    kept = [{"none": n, "selective": n - spared, "full": hidden}[what] for n, what in zip(whole, kinds)]
+    flowing = _flowing(config, layout, keeps)
+    again = [0.0]  # of the backward of no layers, of the first, of the first two; the last of them goes first
+    for n, k in zip(whole, kept):
+        again.append(max(n - k + flowing, again[-1] - (k if n == k else 0)))
     last = stage is None or stage.last
     ends = (2 + norm if last else 1) * hidden  # the last norm's input and output, or what is handed on
     head = last * (not model.tied) * (hidden + vocab)
@@ -110,8 +120,7 @@ def activations(config: RunConfig, layout: Layout, stage: Stage | None = None, k
     of_loss = width if keeps.of_loss is None else keeps.of_loss  # their gradient
     of_token = (
         (sum(kept) + ends) * width + last * vocab * logit + _documents(config, layout),
-        (max((n - k for n, k in zip(whole, kept)), default=0) + _flowing(config, layout, keeps) * bool(held)) * width
-        + last * vocab * of_loss,
+        again[-1] * width + last * vocab * of_loss,
         (sum(for_weights[kind] for kind in routed) + head) * width,
         hidden * width,
         last * vocab * logit,
@@ -120,7 +129,8 @@ def activations(config: RunConfig, layout: Layout, stage: Stage | None = None, k
     tokens = config.train.micro_batch * config.data.seq / layout.cp
     of_chunk = min(tokens, max(1, keeps.chunk // vocab)) * vocab * max(width, 4) * (2 if width < 4 else 1)
     sizes = [*(tokens * size for size in of_token), last * of_chunk]
-    return Activations(*map(round, sizes))
+    layers, after = (tuple(round(tokens * width * size) for size in each) for each in (kept, again[1:]))
+    return Activations(*map(round, sizes), layers=layers, again=after)
 
 
 def _of_norm(config: RunConfig, keeps: Keeps) -> float:

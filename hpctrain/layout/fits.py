@@ -128,11 +128,12 @@ def _alternatives(config: RunConfig, layout: Layout, room: Room) -> Iterator[dic
     fixed = plain or layout.schedule in ZERO_BUBBLE
     stages = [stage] if fixed else range(stage, 4)
     again, here = config.train.recompute, config.sharding.offload
-    recomputes = dict.fromkeys((again, "full"))
+    every = config.train.recompute_every
+    recomputes = dict.fromkeys(((again, every), ("full", 1)))
     places = [here, *(here.model_copy(update=away) for away in AWAY if not fixed and config.engine != "fsdp")]
     for resized in _resized(config, layout, ranks):
         held = held_by(config, resized)
-        for away, s, r, m in itertools.product(places, stages, recomputes, micros):
+        for away, s, (r, k), m in itertools.product(places, stages, recomputes, micros):
             alone = resized.dp * resized.cp == 1  # then a stage spares nothing but by what it lets go elsewhere
             if config.train.global_batch % (resized.dp * m) or (s > stage and alone and away == here):
                 continue
@@ -143,13 +144,14 @@ def _alternatives(config: RunConfig, layout: Layout, room: Room) -> Iterator[dic
             changed = config.model_copy(
                 update={
                     "sharding": config.sharding.model_copy(update={"stage": s, "offload": away}),
-                    "train": config.train.model_copy(update={"micro_batch": m, "recompute": r}),
+                    "train": config.train.model_copy(update={"micro_batch": m, "recompute": r, "recompute_every": k}),
                 }
             )
             if room.holds(_fullest(changed, resized, held, room.keeps)):
                 values: dict[str, tuple[int | str, int | str]] = {
                     "train.micro_batch": (m, micro),
                     "train.recompute": (r, again),
+                    "train.recompute_every": (k, every),
                     "sharding.stage": (s, stage),
                     "sharding.offload.optimizer": (away.optimizer, here.optimizer),
                     "sharding.offload.gradients": (away.gradients, here.gradients),

@@ -25,6 +25,7 @@ from hpctrain.layout.layout import Layout
 from hpctrain.layout.offload import USUAL, DiskRates, Elsewhere, elsewhere
 from hpctrain.layout.parameters import ParameterSpec, parameter_specs
 from hpctrain.layout.placement import DENSE, Index, place, tied_copy
+from hpctrain.layout.recompute import forwards
 from hpctrain.layout.schedule import ZERO_BUBBLE
 from hpctrain.layout.shards import replicas_of
 from hpctrain.layout.stages import Stage, stages, stages_of
@@ -212,7 +213,9 @@ def away_of(config: RunConfig, layout: Layout, disk: DiskRates = USUAL, host: in
         host: bytes of memory that a rank may use there.
     """
     most = max(held_by(config, layout), key=lambda of_rank: sum(of_rank.kept))
-    return elsewhere(config, most.kept, 0, 0, 0, micro_batches_of(config, layout), disk, host)
+    runs = [times for stage in most.stages for times in forwards(config.train, stage.layers).values()]
+    again = sum(runs) / len(runs) - 1 if runs else 0.0
+    return elsewhere(config, most.kept, 0, 0, 0, micro_batches_of(config, layout), disk, host, again)
 
 
 def _fsdp_state(config: RunConfig, held: dict[int, list[int]]) -> tuple[int, int, int]:

@@ -116,6 +116,7 @@ def elsewhere(
     micro_batches: int = 1,
     disk: DiskRates = USUAL,
     host: int = 1 << 62,
+    again: float = 0.0,
 ) -> Elsewhere:
     """Where a rank's state is, and what of it moves in a step.
 
@@ -126,6 +127,7 @@ def elsewhere(
         micro_batches: of a step.
         disk: as measured.
         host: bytes of memory that the rank may use there.
+        again: share of its layers whose forward runs again, with weights that are read again.
     """
     settings, sharded = config.sharding.offload, config.sharding.stage == 3
     if not settings.state:
@@ -148,11 +150,12 @@ def elsewhere(
     moved = (0 if sharded and settings.params != "none" else lp * far) + of_gradients * far * (2 * micro_batches - 1)
     if settings.params != "none":
         on_drive = round(settings.params_share * lp * padded) if settings.params == "nvme" else 0
-        passes = (3 if config.train.recompute == "full" else 2) * micro_batches
+        passes = (2 + again) * micro_batches
         resident += lp * padded - on_drive
         buffers += (sizes.ahead + BUFFERS * lp * sizes.chunk + lp * 2 * max(held, default=0)) * (on_drive > 0)
         files += on_drive
-        read, written, moved = read + passes * on_drive, written + on_drive, moved + passes * lp * padded
+        read, written = read + round(passes * on_drive), written + on_drive
+        moved += round(passes * lp * padded)
     return Elsewhere(
         0 if settings.params != "none" else weights,
         stays[1] if sharded else gradients,

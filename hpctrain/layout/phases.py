@@ -20,6 +20,7 @@ from hpctrain.layout.layout import Layout
 from hpctrain.layout.memory import Held, Memory, away_of, held_by, micro_batches_of, spread, state_of
 from hpctrain.layout.parameters import largest_unit
 from hpctrain.layout.placement import cut_of
+from hpctrain.layout.recompute import recomputed
 from hpctrain.layout.shards import replicas_of
 from hpctrain.layout.stages import Stage
 from hpctrain.layout.transfers import most_received
@@ -192,8 +193,10 @@ def _of_forward(
     here, layers = entering(config, layout) + moving.waiting(backwards), len(stage.layers)
     if stage.last:
         yield _Beside(0, size.chunk, moving.at_loss() + here)
+    working = _working(config, layout, stage)
     for gone, more in moving.forward(layers, stage.last):
-        yield _Beside(_working(config, layout) - gone * _of_layer(stage, size), -size.logits, more + here)
+        there = (working[-1 - gone] if layers else 0) - _of_last(size, gone)
+        yield _Beside(there, -size.logits, more + here)
 
 
 def _of_backward(
@@ -202,15 +205,18 @@ def _of_backward(
     """Moments of a backward: the loss, and layers, computed again where they are, whose logits are gone."""
     if stage.last:
         yield _Beside(0, size.of_loss + size.chunk, moving.at_loss())
-    again, layers = size.passing - size.of_loss + flowing(config, layout, stage.last), len(stage.layers)
+    flows, layers = flowing(config, layout, stage.last), len(stage.layers)
     for gone, more in moving.backward(layers, stage.last, backwards):
-        there = again * (gone < layers) + spread(layout, size) - gone * _of_layer(stage, size)
+        there = spread(layout, size) - _of_last(size, gone)
+        if gone < layers:
+            there += size.again[-1 - gone] + flows
         yield _Beside(there, -size.logits, more + entering(config, layout))
 
 
-def _of_layer(stage: Stage, size: Activations) -> int:
-    """Bytes that one of its layers keeps of a micro-batch, about."""
-    return (size.kept - size.logits) // max(1, len(stage.layers))
+def _of_last(size: Activations, number: int) -> int:
+    """Bytes kept of so many layers at the end of a stage. What is kept beside layers is shared out among them."""
+    last = sum(size.layers[len(size.layers) - number :])
+    return (size.kept - size.logits) * last // max(1, sum(size.layers))
 
 
 def entering(config: RunConfig, layout: Layout) -> int:
@@ -227,10 +233,9 @@ def flowing(config: RunConfig, layout: Layout, last: bool) -> int:
     return round(tokens * COMPUTE_BYTES[config.train.precision] * of_token)
 
 
-def _working(config: RunConfig, layout: Layout) -> int:
-    """Bytes that a layer's forward works with where it keeps none of them: two hidden states, and its MLP."""
-    if config.train.recompute != "full":
-        return 0
+def _working(config: RunConfig, layout: Layout, stage: Stage) -> list[int]:
+    """Bytes that each layer's forward works with where it keeps none of them: two hidden states, and its MLP."""
     model, tokens = config.model, config.train.micro_batch * config.data.seq / layout.cp
     of_token = 2 * model.hidden + (4 if model.gated else 2) * cut_of(model, "ffn", layout.tp, 0)[1]
-    return round(tokens * COMPUTE_BYTES[config.train.precision] * of_token)
+    size = round(tokens * COMPUTE_BYTES[config.train.precision] * of_token)
+    return [size * (what == "full") for what in recomputed(config.train, stage.layers).values()]

@@ -14,6 +14,7 @@ from hpctrain.layout.bus import factor
 from hpctrain.layout.layout import Layout, split
 from hpctrain.layout.parameters import parameter_specs, trained_specs
 from hpctrain.layout.placement import DENSE, cut_of, place, placements, tied_copy
+from hpctrain.layout.recompute import forwards
 from hpctrain.layout.schedule import ZERO_BUBBLE
 from hpctrain.layout.shards import padded, replicas_of
 from hpctrain.layout.stages import Stage, shares_embedding, stages, stages_of
@@ -55,7 +56,7 @@ def tensor_traffic(config: RunConfig, layout: Layout, rank: int = 0) -> Traffic:
     With A bytes of an activation [micro_batch, seq, hidden] a micro-batch sends, without sequence parallelism, for
     each layer 4 all-reduces of A; with it, 4 reduce-scatters of A and 6 all-gathers of A / tp, two of which bring
     back the inputs of column-parallel linears that were not kept; a schedule that leaves weights for later has 2 more
-    for output gradients of row-parallel ones. Full recomputation runs a layer's forward again.
+    for output gradients of row-parallel ones. Full recomputation runs forward again, of the layers that it is asked of.
     Embedding, head and loss are sent for by the ranks of a pipeline that hold them. Half of a layer's is that of its
     MLP; experts have none of it, and what `_of_routed_layer` says instead, and a shared MLP has it. What is not
     trained, beside adapters, needs no gradient, nor an input for one: `_untrained`.
@@ -79,10 +80,10 @@ def _of_stage(config: RunConfig, layout: Layout, rank: int, stage: Stage) -> Tra
     tokens = train.micro_batch * seq
     whole = Payload(1, tokens * model.hidden * width)
     part = Payload(1, tokens * model.hidden * width // layout.tp)
-    forwards = 2 if train.recompute == "full" else 1
-    routed = [layer for layer in stage.layers if model.routed(layer)]
-    mlps = len(stage.layers) - (0 if model.moe and model.moe.shared_ffn else len(routed))
-    boundaries = len(stage.layers) + mlps  # into a region and out of it again: attention, MLP
+    runs, shared = forwards(train, stage.layers), model.moe is not None and model.moe.shared_ffn > 0
+    regions = {i: 1 if model.routed(i) and not shared else 2 for i in stage.layers}  # attention, MLP
+    boundaries = sum(regions.values())  # into a region and out of it again
+    passed = sum(regions[i] * runs[i] for i in stage.layers)  # of these, forward
     first, last = int(stage.first), int(stage.last)
     sums = Payload()  # of gradients that arise in parts
     for spec in filter(stage.holds, trained_specs(model)):
@@ -95,10 +96,8 @@ def _of_stage(config: RunConfig, layout: Layout, rank: int, stage: Stage) -> Tra
     if layout.sp:
         norm = 0 if model.adapter is not None else model.hidden * (2 if model.norm == "layernorm" else 1)
         sums += Payload(1, norm * wide) * (2 * len(stage.layers) + last) * (norm > 0)
-        scatters += whole * (
-            boundaries * (forwards + 1) + first + last + left.inputs
-        )  # embedding forward, head backward
-        inputs = boundaries * (forwards + 2) + first + 2 * last - left.columns + left.dropped * forwards
+        scatters += whole * (passed + boundaries + first + last + left.inputs)  # embedding forward, head backward
+        inputs = passed + 2 * boundaries + first + 2 * last - left.columns + left.dropped
         gathers += part * inputs
         if layout.schedule in ZERO_BUBBLE:
             gathers += part * (
@@ -107,11 +106,11 @@ def _of_stage(config: RunConfig, layout: Layout, rank: int, stage: Stage) -> Tra
         if model.position == "learned" and model.adapter is None:
             gathers += Payload(1, seq * model.hidden * width // layout.tp) * first
     else:
-        sums += whole * (boundaries * (forwards + 1) + first + last + left.inputs)
-    sums += Payload(1, model.hidden * wide) * (left.norms * forwards)
-    if routed:
-        of_layer = _of_routed_layer(config, layout, layout.coordinates(rank)["tp"])
-        sums, gathers = sums + of_layer[0] * len(routed), gathers + of_layer[1] * len(routed)
+        sums += whole * (passed + boundaries + first + last + left.inputs)
+    sums += Payload(1, model.hidden * wide) * left.norms
+    for layer in filter(model.routed, stage.layers):
+        of_layer = _of_routed_layer(config, layout, layout.coordinates(rank)["tp"], runs[layer])
+        sums, gathers = sums + of_layer[0], gathers + of_layer[1]
     return {"all_reduce": sums, "all_gather": gathers, "reduce_scatter": scatters}
 
 
@@ -124,8 +123,8 @@ class _Untrained:
             and before the first layer nothing is trained.
         columns: gathers of inputs, and of the embedding's gradient, for weights that are not trained.
         rows: row-parallel linears without an adapter.
-        dropped: boundaries at which adapters have an input of their own.
-        norms: row-parallel linears whose rows' norms are summed.
+        dropped: boundaries at which adapters have an input of their own, as often as they are passed forward.
+        norms: row-parallel linears whose rows' norms are summed, as often as these run forward.
     """
 
     inputs: int = 0
@@ -145,22 +144,22 @@ def _untrained(config: RunConfig, layout: Layout, stage: Stage) -> _Untrained:
         inner = ("gate", "up") if model.gated else ("up",)
         return [(("q", "k", "v"), "output"), *([(inner, "down")] if dense else [])]
 
-    each = [(any(map(adapter.adapts, fan)), adapter.adapts(out)) for i in stage.layers for fan, out in fans(i)]
-    columns, rows = sum(into for into, _ in each), sum(out for _, out in each)
-    dropped = columns if adapter.dropout else 0
+    runs = forwards(config.train, stage.layers)
+    each = [(any(map(adapter.adapts, fan)), adapter.adapts(out), runs[i]) for i in stage.layers for fan, out in fans(i)]
+    columns, rows = sum(into for into, *_ in each), sum(out for _, out, _ in each)
     nothing = (1 + (adapter.dropout > 0 and each[0][0])) if stage.first and each else 0
     return _Untrained(
-        inputs=dropped - nothing,
+        inputs=(columns if adapter.dropout else 0) - nothing,
         columns=len(each) - columns + stage.first + stage.last,
         rows=len(each) - rows,
-        dropped=dropped,
-        norms=rows if adapter.kind == "dora" else 0,
+        dropped=sum(into * times for into, _, times in each) if adapter.dropout else 0,
+        norms=sum(out * times for _, out, times in each) if adapter.kind == "dora" else 0,
     )
 
 
-def _of_routed_layer(config: RunConfig, layout: Layout, index: int) -> tuple[Payload, Payload]:
-    """All-reduces and all-gathers over tp of the experts of a layer and their router, for one micro-batch, by the rank
-    of an index on tp.
+def _of_routed_layer(config: RunConfig, layout: Layout, index: int, times: int) -> tuple[Payload, Payload]:
+    """All-reduces and all-gathers over tp of the experts of a layer and their router, for one micro-batch that goes
+    forward so often, by the rank of an index on tp.
 
     Ranks with the same tokens send a share each to the experts: their outputs are gathered, and in backward the
     gradients of inputs and of weights. With sequence parallelism a router sums its counts of each sample and its
@@ -168,15 +167,15 @@ def _of_routed_layer(config: RunConfig, layout: Layout, index: int) -> tuple[Pay
     """
     model, moe, train = config.model, config.model.moe, config.train
     assert moe is not None
-    width, forwards = COMPUTE_BYTES[train.precision], 2 if train.recompute == "full" else 1
+    width = COMPUTE_BYTES[train.precision]
     wide, share = max(width, 4), split(train.micro_batch * config.data.seq // layout.cp, layout.tp, index)[1]
     if not layout.sp:
         rows = Payload(1, share * model.hidden * width)
-        return Payload(), rows * (forwards + 1) + Payload(1, share * moe.top_k * wide)
+        return Payload(), rows * (times + 1) + Payload(1, share * moe.top_k * wide)
     counts = Payload(1, train.micro_batch * (3 * moe.experts + 3) * wide)
     choices = Payload(1, share * moe.top_k * 8) * (moe.capacity is not None)
     weight = Payload(1, moe.experts * model.hidden * wide) * (model.adapter is None)
-    return counts * forwards + weight, choices * forwards
+    return counts * times + weight, choices * times
 
 
 def expert_traffic(config: RunConfig, layout: Layout, rank: int = 0) -> dict[str, Traffic]:
@@ -190,24 +189,25 @@ def expert_traffic(config: RunConfig, layout: Layout, rank: int = 0) -> dict[str
     tell each other how many rows go where: 8 bytes an expert, unless they are padded.
     """
     model, moe, train = config.model, config.model.moe, config.train
-    number = sum(model.routed(layer) for stage in stages_of(model, layout, rank) for layer in stage.layers)
-    if moe is None or not number:
+    held = stages_of(model, layout, rank)
+    runs = [times for stage in held for i, times in forwards(train, stage.layers).items() if model.routed(i)]
+    if moe is None or not runs:
         return {}
-    forwards = 2 if train.recompute == "full" else 1
+    forward, both = sum(runs), sum(runs) + len(runs)  # passes of a micro-batch
     tokens = train.micro_batch * config.data.seq // layout.cp
     padded = moe.capacity is not None and moe.overflow == "pad"
     sent = tokens * moe.top_k / layout.tp
     if padded:
         sent = moe.experts * min(train.micro_batch * moe.room(config.data.seq), split(tokens, layout.tp, 0)[1])
     rows = Payload(1, round(sent * model.hidden * COMPUTE_BYTES[train.precision]))
-    counts = Payload() if padded else Payload(1, 8 * moe.experts) * forwards
+    counts = Payload() if padded else Payload(1, 8 * moe.experts) * forward
     out: dict[str, Traffic] = {}
     if layout.ep > 1:
-        out["ep"] = {"all_to_all": counts + rows * 2 * (forwards + 1)}
+        out["ep"] = {"all_to_all": counts + rows * 2 * both}
     if layout.etp > 1:
         summed = Payload(1, layout.etp * rows.bytes)
-        out["etp"] = {"all_gather": counts + rows * (forwards + 1), "reduce_scatter": summed * (forwards + 1)}
-    rounds = number * (train.global_batch // (layout.dp * train.micro_batch))
+        out["etp"] = {"all_gather": counts + rows * both, "reduce_scatter": summed * both}
+    rounds = train.global_batch // (layout.dp * train.micro_batch)
     return {axis: {op: payload * rounds for op, payload in traffic.items()} for axis, traffic in out.items()}
 
 
@@ -311,38 +311,38 @@ def context_traffic(config: RunConfig, layout: Layout, rank: int = 0) -> Traffic
     Ulysses trades Q + 2K and then Q (the output) forward, and the same backward. Recomputation of either kind runs
     forward again. Routers sum their counts of each sample, and with a capacity gather the choices.
     """
-    held = [layer for stage in stages_of(config.model, layout, rank) for layer in stage.layers]
-    if layout.cp == 1 or not held:
+    model, train, held = config.model, config.train, stages_of(config.model, layout, rank)
+    scored = [times for stage in held for times in forwards(train, stage.layers, attention=True).values()]
+    if layout.cp == 1 or not scored:
         return {}
-    rounds = config.train.global_batch // (layout.dp * config.train.micro_batch)
-    routed = sum(map(config.model.routed, held))
-    return _of_attention(config, layout, len(held) * rounds) | _of_routers(config, layout, routed * rounds)
+    rounds = train.global_batch // (layout.dp * train.micro_batch)
+    routed = [times for stage in held for i, times in forwards(train, stage.layers).items() if model.routed(i)]
+    attention = _of_attention(config, layout, sum(scored) * rounds, len(scored) * rounds)
+    return attention | _of_routers(config, layout, sum(routed) * rounds)
 
 
 def _of_routers(config: RunConfig, layout: Layout, times: int) -> Traffic:
-    """What a router sends over cp for a micro-batch, so many times."""
+    """What a router sends over cp when a micro-batch goes forward, so many times."""
     moe, train = config.model.moe, config.train
     if moe is None or not times:
         return {}
-    times *= 2 if train.recompute == "full" else 1
     wide, tokens = max(COMPUTE_BYTES[train.precision], 4), train.micro_batch * config.data.seq // layout.cp
     out = {"all_reduce": Payload(1, train.micro_batch * (3 * moe.experts + 3) * wide) * times}
     return out | ({"all_gather": Payload(1, tokens * moe.top_k * 8) * times} if moe.capacity else {})
 
 
-def _of_attention(config: RunConfig, layout: Layout, times: int) -> Traffic:
-    """What a layer's attention sends over cp for a micro-batch, so many times."""
+def _of_attention(config: RunConfig, layout: Layout, forward: int, backward: int) -> Traffic:
+    """What a layer's attention sends over cp when a micro-batch goes forward and backward, so many times each."""
     model, train = config.model, config.train
     width = COMPUTE_BYTES[train.precision]
     heads, kv = (cut_of(model, cut, layout.tp, 0)[1] for cut in ("heads", "kv_heads"))
-    forwards = 1 if train.recompute == "none" else 2
     held = train.micro_batch * config.data.seq // layout.cp * model.head_width  # elements of a head
     if config.parallel.cp_method == "ring":
         keys, gradients = Payload(1, 2 * kv * held * width), Payload(1, 2 * kv * held * max(width, 4))
-        return {"send": (keys * (forwards + 1) + gradients) * ((layout.cp - 1) * times)}
+        return {"send": (keys * (forward + backward) + gradients * backward) * (layout.cp - 1)}
     repeated = math.lcm(kv, layout.cp)
     there, back = Payload(1, (heads + 2 * repeated) * held * width), Payload(1, heads * held * width)
-    return {"all_to_all": (there + back) * ((forwards + 1) * times)}
+    return {"all_to_all": (there + back) * (forward + backward)}
 
 
 def pipeline_bytes(config: RunConfig, layout: Layout, rank: int) -> int:

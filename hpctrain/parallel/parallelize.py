@@ -80,7 +80,7 @@ def parallelize(
     if mesh.cp.size > 1:
         apply_context_parallelism(model, mesh, config)
     apply_adapter_dropout(model, mesh, config, records)
-    apply_recomputation(model, config.train.recompute, Stash(shelf) if shelf else None)
+    apply_recomputation(model, config.train, Stash(shelf) if shelf else None)
 
 
 def cut_parameters(model: nn.Module, records: Records) -> None:

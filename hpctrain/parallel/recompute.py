@@ -12,25 +12,29 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from hpctrain.config.schema import TrainConfig
+from hpctrain.layout.recompute import recomputed
 from hpctrain.model.transformer import Layer, Transformer
 from hpctrain.parallel.stash import Kept, Stash
 
 Tensors = TypeVar("Tensors", Tensor, "tuple[Tensor, Tensor | None]")
 
 
-def apply_recomputation(model: Transformer, what: str, stash: Stash | None = None) -> None:
-    """Swap the layers (`full`) or their attention (`selective`) for ones that keep only their inputs, or none.
+def apply_recomputation(model: Transformer, train: TrainConfig, stash: Stash | None = None) -> None:
+    """Swap the layers that are computed again, or their attention, for ones that keep only their inputs.
 
     Args:
         model: changed in place.
-        what: `none`, `selective` or `full`.
+        train: says which layers, and what of them.
         stash: where what is kept waits, if that is not where it is.
     """
-    for place, (index, layer) in enumerate(model.numbered_layers()):
-        if what == "full":
+    layers = dict(model.numbered_layers())
+    again = recomputed(train, list(layers))
+    for place, (index, layer) in enumerate(layers.items()):
+        if again[index] == "full":
             model.layers[str(index)] = RecomputedLayer(layer, stash, first=place == 0)
             continue
-        if what == "selective":
+        if again[index] == "selective":
             layer.attention.core = Recomputed(layer.attention.core, stash)
         if stash is not None:
             model.layers[str(index)] = StashedLayer(layer, stash, first=place == 0)

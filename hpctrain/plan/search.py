@@ -120,8 +120,9 @@ def search(
         keeps: which of many layouts are wanted, an array of truth values.
 
     Raises:
-        ConfigError: none can run, or none fits; says what would.
+        ConfigError: none can run, or none fits; says what would. Or a setting has no price.
     """
+    _all_alike(config)
     work = work or Work.of(config)
     points = candidates(config, machine.of(devices), devices, offload)
     if keeps is not None:
@@ -173,6 +174,7 @@ def priced(config: RunConfig, machine: Machine, devices: int, work: Work) -> Pla
         ConfigError: it cannot run on so many devices, or has a setting that has no price.
     """
     validate(config, devices)
+    _all_alike(config)
     machine = machine.of(devices)
     if (replicas := config.sharding.replicas) > 1:
         reason = "has no price here: state is taken to be sharded over all of dp x cp"
@@ -189,6 +191,13 @@ def priced(config: RunConfig, machine: Machine, devices: int, work: Work) -> Pla
     )
     memory = _memory(config, layout, work)
     return Plan(config, layout, points, price(machine, work, layout, points), memory, work)
+
+
+def _all_alike(config: RunConfig) -> None:
+    """Refuse what has no price where a layer's is taken to be that of all like it."""
+    if (every := config.train.recompute_every) > 1:
+        reason = "has no price here: of all layers the same is taken to be computed again"
+        raise ConfigError("train.recompute_every", every, reason, "use 1")
 
 
 HELD = {

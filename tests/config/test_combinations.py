@@ -81,11 +81,13 @@ def drawn(draw: st.DrawFn) -> tuple[RunConfig, int]:
     parallel = dict(pp=pp, cp=cp, tp=tp, ep=draw(size), etp=draw(st.sampled_from([1, tp])))
     parallel |= dict(schedule=schedule, chunks=chunks) if pp > 1 else {}
     parallel |= dict(sp=draw(st.booleans()) and tp > 1, cp_method=draw(st.sampled_from(["ring", "ulysses"])))
+    recompute = draw(st.sampled_from(["none", "selective", "full"]))
     train = dict(
         precision=draw(st.sampled_from(["float32", "bf16", "fp16", "float64"])),
         micro_batch=draw(few),
         global_batch=16,
-        recompute=draw(st.sampled_from(["none", "selective", "full"])),
+        recompute=recompute,
+        recompute_every=draw(few) if recompute != "none" else 1,
     )
     model = SMALL | dict(moe=draw(st.sampled_from(MOES)), tied=draw(st.booleans()))
     model |= dict(adapter=draw(st.sampled_from(ADAPTERS)))

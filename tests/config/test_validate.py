@@ -11,6 +11,7 @@ from hpctrain.errors import ConfigError
 # overrides of llama-tiny (hidden 128, heads 4, kv_heads 2, ffn 344, vocab 257, global_batch 32, micro_batch 16,
 # 300 steps, tp 2), ranks, the setting blamed, words of the sentence, overrides that mend it
 CASES = [
+    ("train.recompute_every=2", 2, "train.recompute_every", "computes none of them again", "train.recompute=full"),
     ("parallel.pp=8", 16, "parallel.pp", "there are 4", "parallel.pp=4"),
     ("parallel.pp=8", 16, "parallel.pp", "parallel.stage_layers", "model.layers=8"),
     ("parallel.chunks=2", 2, "parallel.chunks", "no effect without a pipeline", "parallel.chunks=1"),

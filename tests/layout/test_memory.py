@@ -8,7 +8,7 @@ from hpctrain.config.load import load
 from hpctrain.config.schema import RunConfig
 from hpctrain.layout.activations import activation_bytes
 from hpctrain.layout.layout import Layout
-from hpctrain.layout.memory import Memory, estimate
+from hpctrain.layout.memory import Memory, away_of, estimate
 from hpctrain.layout.parameters import parameter_specs
 from hpctrain.layout.units import GIB
 
@@ -51,16 +51,35 @@ def test_published_activations_of_22b_with_sequence_parallelism() -> None:
     config, _ = of(GPT_22B + " parallel.sp=true", 8)
     model, train = config.model, config.train
 
-    def at(layers: int, recompute: str) -> int:
+    def at(layers: int, recompute: str, every: int = 1) -> int:
         changed = {
             "model": model.model_copy(update={"layers": layers}),
-            "train": train.model_copy(update={"recompute": recompute}),
+            "train": train.model_copy(update={"recompute": recompute, "recompute_every": every}),
         }
         return activations(config.model_copy(update=changed), 8)
 
     assert at(48, "none") - at(47, "none") == 2048 * 4 * 6144 * 32 / 8
     assert at(48, "full") - at(47, "full") == 2048 * 4 * 6144 * 2 / 8
     assert at(1, "full") == at(1, "selective") == at(1, "none")
+    whole, inputs = (at(48, what) - at(47, what) for what in ("none", "full"))
+    # of 5 layers 3 are computed again, the last of them first; of 4 the last is kept, and has left room before one is
+    assert at(5, "full", 2) - at(1, "none") == 2 * whole + 2 * inputs
+    assert at(4, "full", 2) - at(1, "none") == whole + 2 * inputs
+    assert at(4, "full", 1) < at(4, "full", 2) < at(4, "full", 4) < at(4, "none")
+
+
+def test_weights_on_a_disk_are_read_again_for_the_layers_that_are_computed_again() -> None:
+    """Of 4 layers, 2 stages of 2; with 3 a chunk's first and third."""
+
+    def read(more: str, rest: str = "") -> int:
+        state = "sharding.stage=3 sharding.offload.params=nvme parallel.tp=1 train.micro_batch=4 train.global_batch=16"
+        return away_of(*of(f"{state} {more} {rest}", 2, "llama-tiny")).read
+
+    for rest, share in (("", 1 / 2), ("parallel.pp=2", 1 / 2), ("model.layers=3", 2 / 3)):
+        none, some, full = (read(more, rest) for more in (
+            "train.recompute=none", "train.recompute=full train.recompute_every=2", "train.recompute=full"
+        ))  # fmt: skip
+        assert full == none * 3 / 2 and some - none == pytest.approx(share * (full - none), abs=1)
 
 
 def test_selective_recomputation_keeps_keys_and_values_once() -> None:

@@ -17,9 +17,14 @@ CASES: list[dict[str, Any]] = [
     dict(tp=4, world=4, train=dict(precision="bf16", micro_batch=2)),  # two ranks share each key/value head
     dict(tp=4, world=4, model=dict(kv_heads=1, bias=True), train=dict(precision="float32")),
     dict(tp=2, world=4, model=dict(norm="layernorm", position="learned", bias=True, tied=True, layers=3)),
-    dict(tp=2, world=2, train=dict(recompute="full", micro_batch=1)),
+    dict(tp=2, world=2, model=dict(layers=3), train=dict(recompute="full", recompute_every=2, micro_batch=1)),
     dict(tp=2, world=2, train=dict(recompute="selective"), model=dict(dropout=0.1)),
-    dict(tp=4, world=4, model=dict(adapter=dict(kind="dora", rank=3), bias=True)),
+    dict(
+        tp=4,
+        world=4,
+        model=dict(adapter=dict(kind="dora", rank=3, dropout=0.1), bias=True, layers=3),
+        train=dict(recompute="full", recompute_every=2),
+    ),
     dict(tp=2, world=2, model=dict(adapter=dict(targets=["q", "down"], dropout=0.1), position="learned")),
     dict(tp=2, world=2, model=dict(adapter=dict(kind="qlora", block=2)), train=dict(recompute="full", micro_batch=2)),
 ]
@@ -89,7 +94,11 @@ def test_gradients_are_summed_once_a_step(ranks: Any, parallel: dict[str, Any]) 
 
 RINGS: list[dict[str, Any]] = [
     dict(parallel=dict(cp=2), world=2),
-    dict(parallel=dict(cp=4), world=4, train=dict(precision="bf16", recompute="selective", micro_batch=2)),
+    dict(
+        parallel=dict(cp=4),
+        world=4,
+        train=dict(precision="bf16", recompute="selective", recompute_every=2, micro_batch=2),
+    ),
     dict(parallel=dict(cp=2, tp=2, sp=True), world=4, train=dict(recompute="full")),
     dict(parallel=dict(cp=2, tp=2, sp=True), world=4, model=dict(position="learned", kv_heads=1)),
     dict(parallel=dict(cp=4, cp_method="ulysses"), world=4, train=dict(precision="bf16")),

@@ -12,9 +12,15 @@ GPT = dict(kv_heads=4, norm="layernorm", position="learned", activation="gelu", 
 MODELS = {"gqa": dict(dropout=0.1), "gpt": GPT, "bare": dict(hidden=21)}
 
 
-def config_of(model, tp, sp, recompute, **sections):
-    train = dict(recompute=recompute, micro_batch=2, **sections.pop("train", {}))
-    return make_config(model=MODELS[model], data=dict(seq=12), parallel=dict(tp=tp, sp=sp), train=train, **sections)
+def config_of(model, tp, sp, recompute, every=1, layers=2, **sections):
+    train = dict(recompute=recompute, recompute_every=every, micro_batch=2, **sections.pop("train", {}))
+    return make_config(
+        model=MODELS[model] | dict(layers=layers),
+        data=dict(seq=12),
+        parallel=dict(tp=tp, sp=sp),
+        train=train,
+        **sections,
+    )
 
 
 def equal(first, second):
@@ -35,6 +41,13 @@ def test_changes_no_bit(ranks, model, tp, sp, dp):
     equal(none, full)
 
 
+def test_every_second_layer_changes_no_bit(ranks):
+    configs = [config_of("gqa", 2, True, *what, layers=3) for what in (("none",), ("selective", 2), ("full", 2))]
+    none, selective, full = (assemble(c, ranks(2, run, c, 2)) for c in configs)
+    equal(none, selective)
+    equal(none, full)
+
+
 @pytest.mark.parametrize(("precision", "what"), [("float32", "selective"), ("bf16", "full")])
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("model,tp,sp", [("gpt", 2, True), ("bare", 1, False)])
@@ -46,11 +59,11 @@ def test_changes_no_bit_of_zero(ranks, model, tp, sp, stage, precision, what):
     equal(*(assemble(c, ranks(2 * tp, run, c, 2 * tp)) for c in (plain, less)))
 
 
-def entered(what):
+def entered(what, every=1):
     """How often each module's forward was entered and left in a step."""
     from hpctrain.parallel.parallelize import build_model
 
-    config = config_of("gqa", 1, False, what)
+    config = config_of("gqa", 1, False, what, every, layers=3)
     model, _ = build_model(config, make_mesh(config, dist.get_world_size()))
     begun, left = {}, {}
     for name, module in model.named_modules():
@@ -66,11 +79,20 @@ def test_modules_are_left_as_often_as_entered(ranks):
     assert begun["layers.1"] == 1 and begun["layers.1.mlp.down"] == 2 and begun["layers.1.attention.core"] == 2
 
 
-def kept(recompute):
+@pytest.mark.parametrize(("what", "mlp"), [("selective", 1), ("full", 2)])
+def test_every_second_layer_is_entered_again(ranks, what, mlp):
+    begun, left = ranks(1, entered, what, 2)[0]
+    inner = "attention.core.module" if what == "selective" else "attention.core"
+    assert begun == left and "layers.1.attention.core.module" not in begun
+    assert [begun[f"layers.{i}.mlp.down"] for i in range(3)] == [mlp, 1, mlp]
+    assert [begun[f"layers.{i}.{inner if i != 1 else 'attention.core'}"] for i in range(3)] == [2, 1, 2]
+
+
+def kept(recompute, every=1):
     """Bytes of activations kept for backward: of tensors that are neither parameters nor inputs."""
     from hpctrain.parallel.parallelize import build_model
 
-    config = config_of("gqa", 1, False, recompute)
+    config = config_of("gqa", 1, False, recompute, every)
     model, _ = build_model(config, make_mesh(config, dist.get_world_size()))
     batch, storages = global_batch(config, 0).split(2)[0], {}
     parameters = {p.untyped_storage().data_ptr() for p in model.parameters()}
@@ -87,6 +109,8 @@ def kept(recompute):
 
 
 def test_keeps_less(ranks):
-    (none, loss), (selective, same), (full, equal) = (ranks(1, kept, r)[0] for r in ("none", "selective", "full"))
-    assert loss == same == equal
-    assert full < selective < none
+    ways = ("none",), ("selective", 2), ("selective",), ("full", 2), ("full",)
+    sizes, losses = zip(*(ranks(1, kept, *way)[0] for way in ways))
+    none, some, selective, half, full = sizes
+    assert len(set(losses)) == 1
+    assert full < selective < some < none and full < half < none

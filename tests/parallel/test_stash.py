@@ -22,33 +22,35 @@ def disk(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def config_of(folder: Path, place: str, recompute: str, stage: int = 0, layers: int = 3, **parallel: Any) -> Any:
+def config_of(
+    folder: Path, place: str, recompute: str, stage: int = 0, layers: int = 3, every: int = 1, **settings: Any
+) -> Any:
     offload = {"activations": place} | ({"path": str(folder)} if place == "nvme" else {})
     precision = "float32" if stage else "float64"
     return make_config(
         model=WIDE | {"layers": layers},
         data={"seq": 96},
-        parallel=parallel,
-        train={"precision": precision, "micro_batch": 2, "recompute": recompute},
+        parallel=settings,
+        train={"precision": precision, "micro_batch": 2, "recompute": recompute, "recompute_every": every},
         sharding={"stage": stage, "bucket_mib": 0.05, "offload": offload},
     )
 
 
 @pytest.mark.parametrize(
-    ("place", "recompute", "stage", "parallel"),
+    ("place", "recompute", "stage", "settings"),
     [
         ("cpu", "none", 0, {"tp": 2}),
-        ("nvme", "selective", 0, {"tp": 2}),
+        ("nvme", "selective", 0, {"tp": 2, "every": 2}),
         ("cpu", "full", 3, {}),
         ("nvme", "none", 3, {}),
         ("cpu", "selective", 0, {"pp": 2}),
-        ("nvme", "full", 0, {"pp": 2}),
+        ("nvme", "full", 0, {"pp": 2, "every": 2}),
     ],
 )
-def test_is_bit_equal(ranks: Any, disk: Path, place: str, recompute: str, stage: int, parallel: dict[str, int]) -> None:
+def test_is_bit_equal(ranks: Any, disk: Path, place: str, recompute: str, stage: int, settings: dict[str, int]) -> None:
     away, here = (
         assemble(c, ranks(2, run, c, 2))
-        for c in (config_of(disk, p, recompute, stage, **parallel) for p in (place, "none"))
+        for c in (config_of(disk, p, recompute, stage, **settings) for p in (place, "none"))
     )
     assert away.losses == here.losses and away.norms == here.norms
     assert all(torch.equal(away.weights[name], here.weights[name]) for name in here.weights)

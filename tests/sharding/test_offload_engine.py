@@ -96,12 +96,14 @@ def test_equals_engine_none(ranks: Any, disk: Path, stage: int, name: str, tp: i
     assert not [path for path in disk.iterdir() if not path.name.endswith(".json")], "nothing is left"
 
 
-@pytest.mark.parametrize("name", ["params-only", "all-nvme"])
-def test_one_rank_recomputes_with_the_weights_that_it_read(ranks: Any, disk: Path, name: str) -> None:
+@pytest.mark.parametrize(("name", "every"), [("params-only", 1), ("all-nvme", 2)])
+def test_one_rank_recomputes_with_the_weights_that_it_read(ranks: Any, disk: Path, name: str, every: int) -> None:
     """Of a rank that holds all of a weight nothing is gathered: it computes in the buffer that was read into, and what
     is computed again keeps that for backward, when the weight itself was let go."""
-    config = config_of(disk, 3, 1, 1, PLACES[name], recompute="full")
-    plain = config_of(disk, 0, 1, 1, {}, recompute="full")
+    config, plain = (
+        config_of(disk, stage, 1, 1, away, recompute="full", recompute_every=every)
+        for stage, away in ((3, PLACES[name]), (0, {}))
+    )
     got, want = (assemble(c, ranks(1, run, c, 1)) for c in (config, plain))
     assert np.allclose(got.norms, want.norms, rtol=2e-6, atol=0)
     want.gradients.clear()
@@ -130,7 +132,7 @@ def moved(config: RunConfig, world: int) -> Any:
     held = [slot.numel for slot in store.row.slots.values()]
     batches = config.train.global_batch // (mesh.dp.size * config.train.micro_batch)
     rates, host = store._home.rates, store._home.host
-    said = elsewhere(config, held, 0, 0, 0, batches, rates, host)
+    said = elsewhere(config, held, 0, 0, 0, batches, rates, host, float(config.train.recompute == "full"))
     files = store.states._far.file.size if store.states._far else 0
     weights = getattr(store, "_weights", None)
     return now, said, files + (weights._file.size if weights else 0)

@@ -26,7 +26,7 @@ BASE: dict[str, dict[str, Any]] = {
 WHERE = {
     "recompute": "train", "precision": "train", "stage": "sharding", "engine": "sharding", "replicas": "sharding",
     "reshard_after_forward": "sharding", "reduce_every": "sharding", "moe": "model", "tied": "model", "norm": "model",
-    "activation": "model",
+    "activation": "model", "recompute_every": "train",
 }  # fmt: skip
 """Sections of what a layout sets, where that is not `parallel`."""
 
@@ -48,7 +48,8 @@ def fsdp(world: int, **keys: Any) -> tuple[int, RunConfig]:
 
 LAYOUTS = [
     case(1), case(1, recompute="selective"), case(1, recompute="full"), case(1, precision="bf16"),
-    case(2, precision="bf16"), case(2, tp=2), case(2, tp=2, sp=True), case(2, tp=2, sp=True, recompute="full"),
+    case(2, precision="bf16"), case(2, tp=2), case(2, tp=2, sp=True), 
+    case(2, tp=2, sp=True, recompute="full", recompute_every=2),
     case(2, tp=2, sp=True, recompute="selective"), case(2, cp=2), case(2, cp=2, cp_method="ulysses"),
     case(2, pp=2, schedule="gpipe", precision="bf16"), case(2, pp=2, recompute="full", **GPT),
     case(4, pp=4, schedule="1f1b"), case(2, pp=2, chunks=2, schedule="interleaved"), case(2, pp=2, schedule="zb-h1"),

@@ -14,7 +14,11 @@ Step = tuple[int, int, int, int, int, int]
 between ranks i and i + 1 is i, that between the last and the first is the last, and -1 is none."""
 
 
-@lru_cache(maxsize=64)
+PROGRAMS = 512
+"""Schedules that are kept ready: a search takes 50 to 70, and studies search again and again. Each is some 0.3 MB."""
+
+
+@lru_cache(maxsize=PROGRAMS)
 def program(name: str, stages: int, chunks: int, micro_batches: int) -> tuple[Step, ...]:
     """All actions of a schedule in an order in which they can be worked out.
 

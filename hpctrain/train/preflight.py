@@ -118,7 +118,7 @@ def check_here(config: RunConfig, world: int) -> None:
         ConfigError: says what there is too little of, and what would fit.
     """
     if not finished(config):
-        check_memory(config, Layout.of(config.parallel, world), room_here(config, world))
+        check_memory(config, Layout.of(config.parallel, world), room_here(config, world), validate)
 
 
 def check_node(config: RunConfig, memory: int, gpus: bool) -> None:
@@ -135,7 +135,7 @@ def check_node(config: RunConfig, memory: int, gpus: bool) -> None:
     cluster = config.cluster
     host = max(0, memory // cluster.gpus_per_node - PROCESS)
     room = Room(1 << 62, host) if gpus and cluster.device != "cpu" else Room(host)
-    check_memory(config, Layout.of(config.parallel, cluster.nodes * cluster.gpus_per_node), room)
+    check_memory(config, Layout.of(config.parallel, cluster.nodes * cluster.gpus_per_node), room, validate)
 
 
 def check_folder(config: RunConfig) -> None:

@@ -11,6 +11,7 @@ import torch
 from hpctrain.checkpoint.collective import Found
 from hpctrain.checkpoint.verify import Verdict
 from hpctrain.config.schema import RunConfig
+from hpctrain.config.validate import validate
 from hpctrain.data.batches import Batches
 from hpctrain.data.dataset import Dataset, batches, open_dataset
 from hpctrain.layout.context import spans
@@ -85,7 +86,7 @@ def open_session(
     layout = Layout.of(config.parallel, world)
     mesh = build_mesh(layout, device, replica_groups(config.model, layout), timeout_s, meter)
     data = everywhere(lambda: open_dataset(config, cached=True), mesh.world)
-    check_memory(config, layout, _room_of_a_rank(config, mesh, sharing))
+    check_memory(config, layout, _room_of_a_rank(config, mesh, sharing), validate)
 
     def read(training: bool) -> Batches:
         kept = spans(config.parallel.cp_method, config.data.seq, mesh.cp.size, mesh.cp.index)

@@ -13,7 +13,7 @@ from hpctrain.config.schema import OffloadConfig, ParallelConfig, RunConfig
 from hpctrain.errors import ConfigError
 from hpctrain.layout.activations import ON_CPU, OURS, Keeps
 from hpctrain.layout.context import misfit
-from hpctrain.layout.layout import Layout
+from hpctrain.layout.layout import Layout, divisors
 from hpctrain.layout.memory import Held, Memory, held_by, state_of
 from hpctrain.layout.phases import in_phases
 from hpctrain.layout.placement import tp_sizes
@@ -126,7 +126,7 @@ def _alternatives(config: RunConfig, layout: Layout, room: Room, rules: Rules) -
     """Changes of micro-batch, recomputation, stage, offloading, tp, cp, ep that fit on the same ranks; mildest of each
     first."""
     micro, stage, ranks = config.train.micro_batch, config.sharding.stage, layout.world // layout.pp
-    micros = [m for m in range(micro, 0, -1) if micro % m == 0]
+    micros = divisors(micro)[::-1]
     fsdp = config.engine == "fsdp"
     again, here = config.train.recompute, config.sharding.offload
     every = config.train.recompute_every
@@ -185,10 +185,10 @@ def _resized(config: RunConfig, layout: Layout, ranks: int) -> Iterator[Layout]:
     experts = config.model.moe.experts if config.model.moe else 1
     for tp in (t for t in tp_sizes(config.model, ranks) if t >= layout.tp):
         etp = tp if layout.etp > 1 else 1
-        for cp in (c for c in range(layout.cp, ranks // tp + 1) if ranks // tp % c == 0):
+        for cp in (c for c in divisors(ranks // tp) if c >= layout.cp):
             sizes = config.parallel.model_copy(update={"tp": tp, "cp": cp})
             if misfit(config.model, sizes, config.data.seq) or config.model.expert_width % etp:
                 continue
-            for ep in (e for e in range(layout.ep, experts + 1) if experts % e == 0 and ranks % (e * etp) == 0):
+            for ep in (e for e in divisors(experts) if e >= layout.ep and ranks % (e * etp) == 0):
                 if (tp > layout.tp) + (cp > layout.cp) + (ep > layout.ep) < 2:
                     yield replace(layout, dp=ranks // (tp * cp), tp=tp, cp=cp, ep=ep, etp=etp)

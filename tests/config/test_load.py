@@ -72,6 +72,8 @@ def test_optional_section(recipe: Path) -> None:
         ("parallel.tp=2.5", "parallel.tp", 2.5, "an integer, at least 1"),
         ("parallel.tp=two", "parallel.tp", "two", "an integer"),
         ("parallel.tp=0", "parallel.tp", 0, "at least 1"),
+        (f"data.seq={10**400}", "data.seq", 10**400, "at most 1e+12"),
+        ("model.moe.capacity=1e308", "model.moe.capacity", 1e308, "at most 1e+12"),
         ("parallel.tp=[2]", "parallel.tp", [2], "an integer"),
         ("parallel.tp=[2", "parallel.tp", "[2", "an integer"),
         ("train.steps=true", "train.steps", True, "an integer"),

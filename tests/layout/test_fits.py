@@ -206,6 +206,19 @@ def test_a_gpu_is_asked_for_what_is_kept_there() -> None:
         check_memory(config, layout, Room(gpu), validate)
 
 
+@pytest.mark.parametrize(
+    ("overrides", "recipe", "found"),
+    [
+        (f"train.micro_batch={10**12} train.global_batch={10**12}", "gpt-tiny", ["train.micro_batch=976562500"]),
+        (f"model.moe.experts={10**12}", "moe-tiny", []),
+        (f"model.heads={10**12} model.head_dim=2", "gpt-tiny", []),
+    ],
+)
+def test_the_largest_numbers_come_to_an_end(overrides: str, recipe: str, found: list[str]) -> None:
+    """What is tried are divisors, which are few."""
+    assert mends(f"parallel.tp=1 {overrides}", 1, 1e-3, recipe) == found
+
+
 def test_a_large_refusal_plays_few_actions(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each schedule once, and of 1,024 micro-batches a few: 16,384 actions would be one of them in full. The number of
     layers does not matter."""

@@ -10,7 +10,7 @@ from hpctrain.layout.activations import activation_bytes
 from hpctrain.layout.layout import Layout
 from hpctrain.layout.memory import Memory, away_of, estimate
 from hpctrain.layout.parameters import parameter_specs
-from hpctrain.layout.units import GIB
+from hpctrain.layout.units import GIB, in_gib
 
 # The 22B model of "Reducing Activation Recomputation in Large Transformer Models" (arXiv 2205.05198), tables 3 and 5.
 GPT_22B = (
@@ -223,6 +223,21 @@ def test_building_counts_where_it_is_more(stage: int, fragment: int) -> None:
     there = memory.weights + memory.optimizer + (memory.gradients if stage == 3 else 0)
     assert memory.building == there + 8 * fragment
     assert memory.total == (memory.training if stage == 1 else memory.building)
+
+
+@pytest.mark.parametrize(
+    ("size", "text"),
+    [
+        (0, "0"),
+        (1, "0.000000000931"),
+        (88064, "0.000082"),
+        (GIB, "1"),
+        (100 * GIB - 1, "100"),
+        (1234567 * GIB, "1,234,567"),
+    ],
+)
+def test_gib_have_three_digits_and_no_exponent(size: int, text: str) -> None:
+    assert in_gib(size) == text
 
 
 def test_description() -> None:

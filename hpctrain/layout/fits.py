@@ -69,22 +69,19 @@ class Room:
 
     def holds(self, need: Memory) -> bool:
         """Whether it is enough."""
-        return not self.lack(need)
+        return self.lack(need) is None
 
-    def lack(self, need: Memory) -> str:
-        """What there is too little of, in words; empty where there is enough."""
+    def lack(self, need: Memory) -> tuple[int, str] | None:
+        """Bytes that are more than there are of their kind, and that in words; None where there is enough."""
         here = need.total + (need.host if self.host is None else 0)
         if here > self.device:
-            return f"more than the {in_gib(self.device)} GiB that a rank has; needed are {need.describe()}"
+            return here, f"more than the {in_gib(self.device)} GiB that a rank has; needed are {need.describe()}"
         if self.host is not None and need.host > self.host:
             more = f"more than the {in_gib(self.host)} GiB of host memory that a rank may use"
-            return f"{more}; needed are {need.describe()}"
+            return need.host, f"{more}; needed are {need.describe()}"
         if self.disk is not None and need.disk > self.disk:
-            return (
-                f"{in_gib(need.disk)} GiB of them on the disk, more than the {in_gib(self.disk)} GiB that a rank finds "
-                f"free there"
-            )
-        return ""
+            return need.disk, f"on its disk, more than the {in_gib(self.disk)} GiB that a rank finds free there"
+        return None
 
 
 def check_memory(config: RunConfig, layout: Layout, available: int | Room, rules: Rules) -> None:
@@ -99,8 +96,7 @@ def check_memory(config: RunConfig, layout: Layout, available: int | Room, rules
     """
     room = available if isinstance(available, Room) else Room(available)
     need = needed(config, layout, room.keeps)
-    reason = room.lack(need)
-    if not reason:
+    if (lack := room.lack(need)) is None:
         return
     mildest: dict[tuple[str, ...], dict[str, int | str]] = {}
     for changes in _alternatives(config, layout, room, rules):
@@ -108,7 +104,8 @@ def check_memory(config: RunConfig, layout: Layout, available: int | Room, rules
     fewest = min(map(len, mildest), default=0)
     names = [" ".join(f"{k}={v}" for k, v in c.items()) for c in mildest.values() if len(c) == fewest]
     fix = "use " + ", or ".join(names) if names else "use more ranks or a smaller model"
-    raise ConfigError(MEMORY, f"{in_gib(need.total + need.host + need.disk)} GiB", reason, fix)
+    short, reason = lack
+    raise ConfigError(MEMORY, f"{in_gib(short)} GiB", reason, fix)
 
 
 AWAY: tuple[dict[str, str], ...] = (

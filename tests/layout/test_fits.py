@@ -19,7 +19,7 @@ from hpctrain.layout.memory import estimate
 from hpctrain.layout.parameters import parameter_specs
 from hpctrain.layout.phases import fullest
 from hpctrain.layout.schedule import Schedule, make_schedule
-from hpctrain.layout.units import GIB, MIB
+from hpctrain.layout.units import GIB, MIB, in_gib
 
 
 def of(overrides: str, world: int, recipe: str = "gpt-tiny") -> tuple[RunConfig, Layout]:
@@ -157,8 +157,26 @@ def test_a_disk_with_too_little_room_is_refused() -> None:
     need = needed(config, layout, ON_CPU)
     assert need.disk >= 12 * sum(math.prod(spec.shape) for spec in parameter_specs(config.model)) // 2
     check_memory(config, layout, Room(1 << 40, None, need.disk), validate)
-    with pytest.raises(ConfigError, match=r"GiB of them on the disk, more than the .* that a rank finds free there"):
+    with pytest.raises(ConfigError, match=r"GiB': on its disk, more than the .* that a rank finds free there"):
         check_memory(config, layout, Room(1 << 40, None, need.disk - 1), validate)
+
+
+@pytest.mark.parametrize(
+    ("room", "kind"),
+    [((-1, 1 << 40, 1 << 40), "total"), ((0, -1, 1 << 40), "host"), ((0, 0, -1), "disk")],
+)
+def test_the_figure_is_of_what_there_is_too_little_of(room: tuple[int, int, int], kind: str) -> None:
+    """Not of all that is needed anywhere.
+
+    Args:
+        room: beside what is needed of device, host and disk.
+    """
+    config, layout = of(f"{LESS} {NVME}", 1, "llama-tiny")
+    need = needed(config, layout)
+    assert len({need.total, need.host, need.disk}) == 3
+    there = Room(need.total + room[0], need.host + room[1], need.disk + room[2])
+    with pytest.raises(ConfigError, match=rf"^memory='{in_gib(getattr(need, kind))} GiB': "):
+        check_memory(config, layout, there, validate)
 
 
 def test_a_model_larger_than_its_memory_is_offered_a_disk() -> None:

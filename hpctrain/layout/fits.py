@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 from hpctrain.config.schema import OffloadConfig, ParallelConfig, RunConfig
 from hpctrain.errors import ConfigError
 from hpctrain.layout.activations import ON_CPU, OURS, Keeps
-from hpctrain.layout.context import misfit
 from hpctrain.layout.layout import Layout, divisors
 from hpctrain.layout.memory import Held, Memory, held_by, state_of
 from hpctrain.layout.phases import in_phases
@@ -183,9 +182,6 @@ def _resized(config: RunConfig, layout: Layout, ranks: int) -> Iterator[Layout]:
     for tp in (t for t in tp_sizes(config.model, ranks) if t >= layout.tp):
         etp = tp if layout.etp > 1 else 1
         for cp in (c for c in divisors(ranks // tp) if c >= layout.cp):
-            sizes = config.parallel.model_copy(update={"tp": tp, "cp": cp})
-            if misfit(config.model, sizes, config.data.seq) or config.model.expert_width % etp:
-                continue
             for ep in (e for e in divisors(experts) if e >= layout.ep and ranks % (e * etp) == 0):
                 if (tp > layout.tp) + (cp > layout.cp) + (ep > layout.ep) < 2:
                     yield replace(layout, dp=ranks // (tp * cp), tp=tp, cp=cp, ep=ep, etp=etp)

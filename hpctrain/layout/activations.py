@@ -104,7 +104,10 @@ def activations(config: RunConfig, layout: Layout, stage: Stage | None = None, k
     )
     held = range(model.layers) if stage is None else stage.layers
     routed = [model.routed(layer) for layer in held]
-    of_layer = {kind: always + _mlp(config, layout, kind, keeps) for kind in set(routed)}
+    of_layer = {
+        kind: always + _mlp(config, layout, kind, keeps) + _before_magnitudes(config, layout, kind)
+        for kind in set(routed)
+    }
     for_weights = {kind: _for_weights(config, layout, kind) for kind in set(routed)}
     whole = [of_layer[kind] for kind in routed]
     kinds = recomputed(config.train, held).values()
@@ -153,6 +156,20 @@ def _flowing(config: RunConfig, layout: Layout, keeps: Keeps) -> float:
     model = config.model
     hidden = model.hidden / layout.tp if layout.sp else model.hidden
     return keeps.flowing and hidden + keeps.flowing * cut_of(model, "ffn", layout.tp, 0)[1]
+
+
+def _before_magnitudes(config: RunConfig, layout: Layout, routed: bool) -> float:
+    """Numbers of a token of a layer that DoRA's magnitudes are multiplied with: outputs of linears that have them."""
+    model, adapter, tp = config.model, config.model.adapter, layout.tp
+    if adapter is None or adapter.kind != "dora":
+        return 0.0
+    hidden = model.hidden / tp if layout.sp else model.hidden
+    heads, kv = (cut_of(model, cut, tp, 0)[1] * model.head_width for cut in ("heads", "kv_heads"))
+    out = {"q": heads, "k": kv, "v": kv, "output": hidden}
+    if not routed or (model.moe is not None and model.moe.shared_ffn):
+        columns = cut_of(model, "shared_ffn" if routed else "ffn", tp, 0)[1]
+        out |= {"up": columns, "down": hidden} | ({"gate": columns} if model.gated else {})
+    return sum(size for name, size in out.items() if adapter.adapts(name))
 
 
 def _operand(keeps: Keeps, width: int) -> float:

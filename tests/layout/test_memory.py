@@ -151,6 +151,25 @@ def test_context_parallelism_shards_state_over_all_its_ranks() -> None:
     assert (whole.weights, whole.gradients, whole.optimizer) == (parts.weights, parts.gradients, parts.optimizer)
 
 
+@pytest.mark.parametrize(
+    ("more", "tp", "outputs"),
+    [
+        ("", 1, 4 * 32 + 2 * 2 * 32 + 128 + 2 * 344 + 128),
+        ("parallel.tp=2", 2, 2 * 32 + 2 * 32 + 128 + 2 * 172 + 128),
+        ("parallel.tp=2 parallel.sp=true", 2, 2 * 32 + 2 * 32 + 64 + 2 * 172 + 64),
+        ("model.adapter.targets=[q,down]", 1, 4 * 32 + 128),
+        ("model.activation=gelu model.adapter.targets=[mlp]", 1, 344 + 128),
+    ],
+)
+def test_dora_keeps_what_its_magnitudes_are_multiplied_with(more: str, tp: int, outputs: int) -> None:
+    """float32, 4 heads of 32 over 2 of keys and values, 4 layers."""
+    dora, lora = (
+        activation_bytes(*of(f"parallel.tp=1 model.adapter.kind={kind} {more}", tp, "llama-tiny"))
+        for kind in ("dora", "lora")
+    )
+    assert dora - lora == 4 * outputs * 4 * 16 * 256
+
+
 def test_experts_by_hand() -> None:
     """A token in float32, of moe-tiny without groups of heads: 2 of 8 experts 172 wide, and what a capacity changes."""
     base = "data.document_mask=false train.micro_batch=1 data.seq=1 model.kv_heads=4"

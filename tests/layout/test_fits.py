@@ -17,7 +17,7 @@ from hpctrain.layout.fits import Room, check_memory, needed
 from hpctrain.layout.layout import Layout
 from hpctrain.layout.memory import estimate
 from hpctrain.layout.parameters import parameter_specs
-from hpctrain.layout.phases import fullest
+from hpctrain.layout.phases import fullest, phases
 from hpctrain.layout.schedule import Schedule, make_schedule
 from hpctrain.layout.units import GIB, MIB, in_gib
 
@@ -119,6 +119,25 @@ def test_enough_is_enough() -> None:
         ConfigError, match=r"^memory='.* GiB': more than the .* GiB that a rank has; needed are weights .*; use "
     ):
         check_memory(config, layout, need - 1, validate)
+
+
+def test_memory_of_the_host_is_that_of_a_cpu() -> None:
+    """What is offloaded to it is still there."""
+    config, layout = of(f"{LESS} sharding.stage=3 sharding.offload.optimizer=cpu", 2, "llama-tiny")
+    need = needed(config, layout, ON_CPU)
+    assert need.host > 0
+    check_memory(config, layout, need.total + need.host, validate)
+    with pytest.raises(ConfigError):
+        check_memory(config, layout, need.total + need.host - 1, validate)
+
+
+def test_the_rank_that_needs_most_decides() -> None:
+    """Of two stages the last, whose logits are much, though it has less state."""
+    pipeline = "parallel.pp=2 parallel.tp=1 parallel.stage_layers=[3,1] train.micro_batch=4 train.global_batch=4"
+    config, layout = of(f"{pipeline} model.vocab=4096 model.tied=false", 2, "llama-tiny")
+    first, last = (phases(config, layout, rank, ON_CPU) for rank in range(2))
+    assert first.at["start"].weights > last.at["start"].weights and first.peak < last.peak
+    assert needed(config, layout, ON_CPU).total == last.peak
 
 
 @pytest.mark.parametrize("fixed", ["train.precision=float64", "sharding.engine=none"])

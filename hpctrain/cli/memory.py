@@ -43,6 +43,7 @@ def memory(
     from hpctrain.config.load import load
     from hpctrain.config.validate import validate
     from hpctrain.layout.activations import ON_CPU, OURS
+    from hpctrain.layout.fits import needed
     from hpctrain.layout.layout import Layout
     from hpctrain.layout.phases import fullest, phases
 
@@ -63,6 +64,8 @@ def memory(
     else:
         for line in lines(said, found):
             click.echo(line)
+        if (building := needed(config, layout, keeps).building) > said.peak and rank is None:
+            click.echo(f"while its engine is built {_gib(building)} GiB, which a run is held against")
 
 
 def _measure(config: RunConfig, world: int) -> Sequence[Mapping[str, int]]:

@@ -42,6 +42,15 @@ def test_host_memory_and_disk_of_what_is_offloaded() -> None:
     assert "on its disk" not in call("sharding.offload.optimizer=cpu").stdout
 
 
+def test_building_is_shown_where_it_is_more_than_any_phase() -> None:
+    """It is what a run is refused by then; with more activations it is not."""
+    tokens = "sharding.stage=2", "train.micro_batch=1", "sharding.torch_adam=false"
+    *_, peak, building = call(*tokens, "data.seq=1").stdout.splitlines()
+    assert building.startswith("while its engine is built ")
+    assert float(building.split()[5]) > float(peak.removeprefix("at most ").removesuffix(" GiB"))
+    assert "built" not in call(*tokens, "data.seq=8192").stdout
+
+
 def test_a_rank_that_is_not_there_is_refused() -> None:
     done = call("--rank", "8")
     assert done.exit_code == 2 and "there are ranks 0 to 7" in done.stderr

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
-from hpctrain.config.schema import RunConfig
+from hpctrain.config.schema import MoeConfig, RunConfig
 from hpctrain.layout.layout import Layout
 from hpctrain.layout.placement import cut_of
 from hpctrain.layout.recompute import recomputed
@@ -232,8 +232,21 @@ def _mlp(config: RunConfig, layout: Layout, routed: bool, keeps: Keeps) -> float
         return inner * cut_of(model, "ffn", tp, 0)[1]
     wider = max(width, 4) / width
     router = wider * (model.hidden + 3 * moe.experts)  # its input, logits, scores, and these over their sum
-    share = moe.capacity or 1.0
-    rows = moe.top_k * (share if moe.overflow == "pad" else min(share, 1.0)) / tp
+    rows = _rows(moe, tp)
     experts = rows * (layout.etp * model.hidden * operand + inner * model.expert_width) + moe.top_k * model.hidden / tp
     shared = inner * cut_of(model, "shared_ffn", tp, 0)[1] if moe.shared_ffn else 0
     return (router / tp if layout.sp else router) + experts + shared
+
+
+def _rows(moe: MoeConfig, tp: int) -> float:
+    """Rows of experts that a token is, by rank of tp."""
+    share = moe.capacity or 1.0
+    return moe.top_k * (share if moe.overflow == "pad" else min(share, 1.0)) / tp
+
+
+def inner_columns(config: RunConfig, layout: Layout, routed: bool) -> float:
+    """Columns of an MLP that a token goes through on a rank: of experts those of all its rows, and of a shared MLP."""
+    model, moe, tp = config.model, config.model.moe, layout.tp
+    if moe is None or not routed:
+        return cut_of(model, "ffn", tp, 0)[1]
+    return _rows(moe, tp) * model.expert_width + (cut_of(model, "shared_ffn", tp, 0)[1] if moe.shared_ffn else 0)

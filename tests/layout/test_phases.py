@@ -8,7 +8,7 @@ from hpctrain.config.load import load
 from hpctrain.layout.activations import ON_CPU, OURS
 from hpctrain.layout.layout import Layout
 from hpctrain.layout.parameters import parameter_specs
-from hpctrain.layout.phases import phases
+from hpctrain.layout.phases import Parts, phases
 
 PLAIN = ("parallel.tp=1", "train.precision=float32", "data.document_mask=false")
 TOKENS = 16 * 256
@@ -29,6 +29,27 @@ def test_hidden_states_on_their_way() -> None:
     config = load("llama-tiny", [*PLAIN, "parallel.tp=2", "parallel.sp=true"])
     assert phases(config, Layout(tp=2, sp=True)).at["forward"].buffers == 2 * hidden
     assert phases(config, Layout(tp=2)).at["forward"].buffers == 0
+
+
+def test_experts_work_with_columns_of_their_own() -> None:
+    """Not with those of an MLP that no layer has; all columns that a token goes through, and of a shared MLP."""
+    moe = (
+        "parallel.tp=1",
+        "train.recompute=full",
+        "sharding.engine=none",
+        "sharding.stage=0",
+        "data.document_mask=false",
+    )
+
+    def at(*more: str) -> dict[str, Parts]:
+        return phases(load("moe-tiny", [*moe, *more]), Layout()).at
+
+    assert at("model.ffn=64") == at("model.ffn=4096")
+    config = load("moe-tiny", moe)
+    assert config.model.moe is not None and config.model.moe.top_k == 2
+    tokens = config.train.micro_batch * config.data.seq
+    more = at("model.moe.top_k=3")["forward"].activations - at()["forward"].activations
+    assert more == 4 * tokens * 4 * config.model.expert_width
 
 
 @pytest.mark.parametrize(("stage", "buckets", "units", "between"), [(1, 1, 0, 0), (2, 0, 0, 0), (3, 1, 2, 1)])

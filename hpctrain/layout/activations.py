@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Literal
 
-from hpctrain.config.schema import RunConfig
+from hpctrain.config.schema import MoeConfig, RunConfig
 from hpctrain.layout.layout import Layout
 from hpctrain.layout.placement import cut_of
 from hpctrain.layout.recompute import recomputed
@@ -109,7 +109,10 @@ def activations(config: RunConfig, layout: Layout, stage: Stage | None = None, k
     )
     held = range(model.layers) if stage is None else stage.layers
     routed = [model.routed(layer) for layer in held]
-    of_layer = {kind: always + _mlp(config, layout, kind, keeps) for kind in set(routed)}
+    of_layer = {
+        kind: always + _mlp(config, layout, kind, keeps) + _before_magnitudes(config, layout, kind)
+        for kind in set(routed)
+    }
     for_weights = {kind: _for_weights(config, layout, kind) for kind in set(routed)}
     whole = [of_layer[kind] for kind in routed]
     kinds = recomputed(config.train, held).values()
@@ -158,18 +161,24 @@ def _flowing(config: RunConfig, layout: Layout, routed: bool, keeps: Keeps) -> f
     before and after they are exchanged."""
     model = config.model
     hidden = model.hidden / layout.tp if layout.sp else model.hidden
-    if not routed:
+    if model.moe is None or not routed:
         return keeps.flowing and hidden + keeps.flowing * cut_of(model, "ffn", layout.tp, 0)[1]
     inner = max(keeps.flowing * model.expert_width, 2 * model.hidden)
-    return keeps.flowing and hidden + _rows(config, layout) * inner
+    return keeps.flowing and hidden + _rows(model.moe, layout.tp) * inner
 
 
-def _rows(config: RunConfig, layout: Layout) -> float:
-    """Tokens that a rank sends to experts for each of its own, spread evenly."""
-    moe = config.model.moe
-    assert moe is not None
-    share = moe.capacity or 1.0
-    return moe.top_k * (share if moe.overflow == "pad" else min(share, 1.0)) / layout.tp
+def _before_magnitudes(config: RunConfig, layout: Layout, routed: bool) -> float:
+    """Numbers of a token of a layer that DoRA's magnitudes are multiplied with: outputs of linears that have them."""
+    model, adapter, tp = config.model, config.model.adapter, layout.tp
+    if adapter is None or adapter.kind != "dora":
+        return 0.0
+    hidden = model.hidden / tp if layout.sp else model.hidden
+    heads, kv = (cut_of(model, cut, tp, 0)[1] * model.head_width for cut in ("heads", "kv_heads"))
+    out = {"q": heads, "k": kv, "v": kv, "output": hidden}
+    if not routed or (model.moe is not None and model.moe.shared_ffn):
+        columns = cut_of(model, "shared_ffn" if routed else "ffn", tp, 0)[1]
+        out |= {"up": columns, "down": hidden} | ({"gate": columns} if model.gated else {})
+    return sum(size for name, size in out.items() if adapter.adapts(name))
 
 
 def _operand(keeps: Keeps, width: int) -> float:
@@ -233,7 +242,21 @@ def _mlp(config: RunConfig, layout: Layout, routed: bool, keeps: Keeps) -> float
     wider = max(width, 4) / width
     router = wider * 3 * moe.experts  # logits, scores, and these over their sum
     router += wider * model.hidden if keeps.routed == "copies" else (1 - operand) * model.hidden
-    experts = _rows(config, layout) * (layout.etp * model.hidden * operand + inner * model.expert_width)
+    experts = _rows(moe, tp) * (layout.etp * model.hidden * operand + inner * model.expert_width)
     experts += moe.top_k * model.hidden / tp * (keeps.routed == "copies")
     shared = inner * cut_of(model, "shared_ffn", tp, 0)[1] if moe.shared_ffn else 0
     return (router / tp if layout.sp else router) + experts + shared
+
+
+def _rows(moe: MoeConfig, tp: int) -> float:
+    """Rows of experts that a token is, by rank of tp."""
+    share = moe.capacity or 1.0
+    return moe.top_k * (share if moe.overflow == "pad" else min(share, 1.0)) / tp
+
+
+def inner_columns(config: RunConfig, layout: Layout, routed: bool) -> float:
+    """Columns of an MLP that a token goes through on a rank: of experts those of all its rows, and of a shared MLP."""
+    model, moe, tp = config.model, config.model.moe, layout.tp
+    if moe is None or not routed:
+        return cut_of(model, "ffn", tp, 0)[1]
+    return _rows(moe, tp) * model.expert_width + (cut_of(model, "shared_ffn", tp, 0)[1] if moe.shared_ffn else 0)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import replace
+from itertools import product
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,6 +19,7 @@ from hpctrain.layout.memory import estimate
 from hpctrain.layout.schedule_claims import claimed_peak
 from hpctrain.layout.stages import Stage
 from hpctrain.layout.units import GIB
+from hpctrain.plan import replay, step
 from hpctrain.plan.candidates import candidates
 from hpctrain.plan.constants import constants
 from hpctrain.plan.hardware import hardware
@@ -25,6 +27,7 @@ from hpctrain.plan.links import Machine
 from hpctrain.plan.room import changed, graph_sets, room
 from hpctrain.plan.screen import screen
 from hpctrain.plan.search import best_with, configured, lacks, priced, refined, search
+from hpctrain.plan.step import Blocks
 from hpctrain.plan.work import NAMES, OWN, RECOMPUTE, Points, Work
 
 H100 = Machine(hardware("dgx-h100"), constants())
@@ -124,23 +127,45 @@ def test_what_is_planned_fits_by_what_a_run_is_refused_by() -> None:
         assert len(refined(config, H100, Work.of(config), points, times, 1, have)) == found
 
 
-def test_one_core_screens_a_hundred_thousand_layouts_a_second() -> None:
-    """In CPU time; a factor of three is left for slow and busy machines."""
-    number, dice = 60_000, np.random.default_rng(0)
+def test_screening_costs_each_kind_of_layer_and_plays_each_kind_of_pipeline_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What makes it fast (`benchmarks/plan_screen.py`): ten times the layouts are no more layers, and no more to play."""
+    counted: list[int] = []
+    played: list[Any] = []
+
+    def blocks(machine: Machine, work: Work, points: Points) -> Blocks:
+        counted.append(len(points))
+        return step.blocks(machine, work, points)
+
+    def end(*args: Any) -> float:
+        played.append(args[:4])
+        return replay.end(*args)
+
+    monkeypatch.setattr("hpctrain.plan.screen.blocks", blocks)
+    monkeypatch.setattr("hpctrain.plan.screen.end", end)
+    work = Work(load("gpt-175b").model, 2048, 2**17, "bf16")
+    for number in (6_000, 60_000):
+        screen(H100, work, drawn(number))
+    kinds = len({*product((1, 2, 4, 8), (1, 2, 4), range(len(RECOMPUTE)))})
+    assert counted == [kinds, kinds], "a layer depends on tp, micro-batch and recomputation alone"
+    each = 2 * 4 * len(RECOMPUTE)
+    assert len(played) == 2 * each, "both ends of what is between, of 4 interleaved pipelines, by recomputation"
+
+
+def drawn(number: int) -> Points:
+    """Layouts of 2,048 devices, interleaved or not."""
+    dice = np.random.default_rng(0)
     tp, pp = dice.choice([1, 2, 4, 8], number), dice.choice([1, 2, 4, 8, 16], number)
     one = np.ones(number, dtype=np.int64)
     chunks = np.where(pp > 1, dice.choice([1, 2], number), 1)
     schedule = np.where(chunks == 1, NAMES.index("1f1b"), NAMES.index("interleaved"))
-    points = Points(
+    return Points(
         tp=tp, sp=(tp > 1) * one, pp=pp, dp=2048 // (tp * pp), cp=one, ep=one, etp=one,
         micro_batch=dice.choice([1, 2, 4], number), chunks=chunks, schedule=schedule,
         recompute=dice.choice(len(RECOMPUTE), number), stage=dice.choice([0, 1, 3], number), reshard=one,
         offload=0 * one,
     )  # fmt: skip
-    work = Work(load("gpt-175b").model, 2048, 2**17, "bf16")
-    start = time.process_time()
-    screen(H100, work, points)
-    assert number / (time.process_time() - start) > 100_000 / 3
 
 
 def test_what_does_not_fit_says_what_would() -> None:

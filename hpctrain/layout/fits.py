@@ -9,7 +9,7 @@ import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from hpctrain.config.schema import OffloadConfig, RunConfig
+from hpctrain.config.schema import OffloadConfig, RunConfig, TrainConfig
 from hpctrain.errors import ConfigError
 from hpctrain.layout.activations import ON_CPU, OURS, Keeps
 from hpctrain.layout.context import misfit
@@ -127,13 +127,12 @@ def _alternatives(config: RunConfig, layout: Layout, room: Room) -> Iterator[dic
     plain = config.train.precision == "float64" or config.sharding.engine in ("none", "fsdp")
     fixed = plain or layout.schedule in ZERO_BUBBLE
     stages = [stage] if fixed else range(stage, 4)
-    again, here = config.train.recompute, config.sharding.offload
-    every = config.train.recompute_every
-    recomputes = dict.fromkeys(((again, every), ("full", 1)))
+    (again, ops, every), here = config.train.recomputation, config.sharding.offload
+    recomputes = dict.fromkeys((config.train.recomputation, ("full", TrainConfig().recompute_ops, 1)))
     places = [here, *(here.model_copy(update=away) for away in AWAY if not fixed and config.engine != "fsdp")]
     for resized in _resized(config, layout, ranks):
         held = held_by(config, resized)
-        for away, s, (r, k), m in itertools.product(places, stages, recomputes, micros):
+        for away, s, (r, o, k), m in itertools.product(places, stages, recomputes, micros):
             alone = resized.dp * resized.cp == 1  # then a stage spares nothing but by what it lets go elsewhere
             if config.train.global_batch % (resized.dp * m) or (s > stage and alone and away == here):
                 continue
@@ -144,13 +143,14 @@ def _alternatives(config: RunConfig, layout: Layout, room: Room) -> Iterator[dic
             changed = config.model_copy(
                 update={
                     "sharding": config.sharding.model_copy(update={"stage": s, "offload": away}),
-                    "train": config.train.model_copy(update={"micro_batch": m, "recompute": r, "recompute_every": k}),
+                    "train": config.train.recomputing(r, o, k).model_copy(update={"micro_batch": m}),
                 }
             )
             if room.holds(_fullest(changed, resized, held, room.keeps)):
                 values: dict[str, tuple[int | str, int | str]] = {
                     "train.micro_batch": (m, micro),
                     "train.recompute": (r, again),
+                    "train.recompute_ops": (_written(o), _written(ops)),
                     "train.recompute_every": (k, every),
                     "sharding.stage": (s, stage),
                     "sharding.offload.optimizer": (away.optimizer, here.optimizer),
@@ -162,6 +162,10 @@ def _alternatives(config: RunConfig, layout: Layout, room: Room) -> Iterator[dic
                     "parallel.ep": (resized.ep, layout.ep),
                 }
                 yield {key: new for key, (new, old) in values.items() if new != old}
+
+
+def _written(operations: Sequence[str]) -> str:
+    return f"[{','.join(operations)}]"
 
 
 def _goes(away: OffloadConfig, stage: int, room: Room) -> bool:

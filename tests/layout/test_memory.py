@@ -162,7 +162,7 @@ def test_experts_by_hand() -> None:
         )
         return two - one
 
-    attention, router = 4 * 128 + 4 * 128, 128 + 3 * 8
+    attention, router = 4 * 128 + 4 * 128, 3 * 8
     sent, inner, returned = 2 * 128, 2 * 4 * 172, 2 * 128
     assert layer() == layer("model.moe.capacity=2") == 4 * (attention + router + sent + inner + returned)
     assert layer("model.moe.capacity=0.5") == 4 * (attention + router + (sent + inner) // 2 + returned)

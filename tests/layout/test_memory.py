@@ -82,6 +82,21 @@ def test_weights_on_a_disk_are_read_again_for_the_layers_that_are_computed_again
         assert full == none * 3 / 2 and some - none == pytest.approx(share * (full - none), abs=1)
 
 
+def test_of_operations_those_with_weights_read_them_again() -> None:
+    """llama-tiny: an MLP has 3 x 344 of the rows of 128 of a layer, attention 128 + 2 x 64 + 128, and norms 2."""
+
+    def read(more: str) -> int:
+        state = "sharding.stage=3 sharding.offload.params=nvme parallel.tp=1 train.micro_batch=4 train.global_batch=16"
+        return away_of(*of(f"{state} {more}", 2, "llama-tiny")).read
+
+    none, full, norms, mlps = (read(f"train.recompute={more}") for more in (
+        "none", "full", "selective train.recompute_ops=[core_attn,layernorm,activation]",
+        "selective train.recompute_ops=[layernorm,mlp]",
+    ))  # fmt: skip
+    assert norms == none
+    assert (mlps - none) / (full - none) == pytest.approx(3 * 344 / (3 * 344 + 3 * 128 + 2), rel=1e-6)
+
+
 def test_selective_recomputation_keeps_keys_and_values_once() -> None:
     """llama-8b, 32 heads over 8 of keys and values, bf16: 24 heads of 128 less of each, but for one layer."""
     less, none = (of(f"parallel.tp=1 train.precision=bf16 train.recompute={r}", 8, "llama-8b")[0] for r in

@@ -116,6 +116,11 @@ def _recompute(config: RunConfig) -> None:
     if train.activation_budget is not None and train.recomputation != TrainConfig().recomputation:
         reason = "chooses train.recompute, train.recompute_ops and train.recompute_every, and these are set"
         _refuse("train.activation_budget", train.activation_budget, reason, "leave them out, or use null")
+    if train.activation_budget is not None and (place := config.sharding.offload.activations) != "none":
+        reason = (
+            f"is of activations that stay on the device, and sharding.offload.activations={place} takes them off it"
+        )
+        _refuse("train.activation_budget", train.activation_budget, reason, "use null, or activations=none")
     if train.recompute == "none" and (every := train.recompute_every) != 1:
         reason = "says which layers are computed again, and train.recompute=none computes none of them again"
         _refuse("train.recompute_every", every, reason, "use 1, or train.recompute=full or selective")

@@ -62,6 +62,13 @@ CASES = [
         "are set",
         "train.recompute_every=1",
     ),
+    (
+        "train.activation_budget=1 sharding.offload.activations=cpu",
+        2,
+        "train.activation_budget",
+        "activations=cpu takes them off it",
+        "sharding.offload.activations=none",
+    ),
     ("parallel.pp=8", 16, "parallel.pp", "there are 4", "parallel.pp=4"),
     ("parallel.pp=8", 16, "parallel.pp", "parallel.stage_layers", "model.layers=8"),
     ("parallel.chunks=2", 2, "parallel.chunks", "no effect without a pipeline", "parallel.chunks=1"),
@@ -416,6 +423,15 @@ def test_rule(overrides: str, world: int, path: str, words: str, mend: str) -> N
     assert caught.value.path == path
     assert words in str(caught.value)
     validate(load("llama-tiny", [*overrides.split(), *mend.split()]), world)
+
+
+@pytest.mark.parametrize(
+    ("given", "example"), [("mlp", "[mlp]"), ("[attention]", "[core_attn]"), ("[mlp,norm]", "[mlp]")]
+)
+def test_a_list_of_names_is_shown_as_it_is_written(given: str, example: str) -> None:
+    with pytest.raises(ConfigError, match="each one of core_attn, layernorm") as caught:
+        load("llama-tiny", [f"train.recompute_ops={given}"])
+    assert f"write it in brackets and quotes, such as '{example}'" in str(caught.value)
 
 
 @pytest.mark.parametrize(

@@ -44,6 +44,7 @@ def memory(
     from hpctrain.config.validate import validate
     from hpctrain.layout.activations import ON_CPU, OURS
     from hpctrain.layout.budget import within_budget
+    from hpctrain.layout.fits import needed
     from hpctrain.layout.layout import Layout
     from hpctrain.layout.phases import fullest, phases
 
@@ -69,12 +70,24 @@ def memory(
             click.echo(chosen)
         for line in lines(said, found):
             click.echo(line)
+        if (building := needed(config, layout, keeps).building) > said.peak and rank is None:
+            click.echo(f"while its engine is built {_gib(building)} GiB, which a run is held against")
 
 
 def _measure(config: RunConfig, world: int) -> Sequence[Mapping[str, int]]:
-    """Of each rank, the most bytes of each phase."""
+    """Of each rank, the most bytes of each phase.
+
+    Raises:
+        ConfigError: the ranks would not fit on this machine.
+    """
+    from hpctrain.config.validate import validate
+    from hpctrain.layout.fits import check_memory
+    from hpctrain.layout.layout import Layout
+    from hpctrain.train.preflight import room_here
     from hpctrain.verify.judge import Local
 
+    here = config.model_copy(update={"cluster": config.cluster.model_copy(update={"device": "cpu"})})
+    check_memory(here, Layout.of(here.parallel, world), room_here(here, world), validate)
     with Local({config.engine}) as local:
         return local.memory(config, world)
 

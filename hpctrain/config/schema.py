@@ -14,7 +14,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
-Count = Annotated[int, Field(ge=1)]
+MOST = 10**12
+"""Of what is counted: above, numbers are slips of the finger, and take for ever to divide or are no float."""
+
+Count = Annotated[int, Field(ge=1, le=MOST)]
 Natural = Annotated[int, Field(ge=0)]
 Fraction = Annotated[float, Field(ge=0.0, lt=1.0)]
 Positive = Annotated[float, Field(gt=0.0)]
@@ -55,8 +58,10 @@ class MoeConfig(Section):
     scale: Positive = Field(1.0, description="Factor on these weights.")
     groups: Count = Field(1, description="Groups the experts are in, consecutive ones in each.")
     top_groups: Count = Field(1, description="Groups that a token's experts come from, the best by two experts each.")
-    shared_ffn: Natural = Field(0, description="Width of an MLP that every token goes through besides; 0 has none.")
-    capacity: Positive | None = Field(
+    shared_ffn: Annotated[int, Field(ge=0, le=MOST)] = Field(
+        0, description="Width of an MLP that every token goes through besides; 0 has none."
+    )
+    capacity: Annotated[float, Field(gt=0.0, le=MOST)] | None = Field(
         None, description="Most tokens of a sample that an expert takes, over the mean; null takes all."
     )
     overflow: Literal["drop", "pad"] = Field(

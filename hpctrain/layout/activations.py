@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from hpctrain.config.schema import RunConfig
+from hpctrain.config.schema import MoeConfig, RunConfig
 from hpctrain.layout.layout import Layout
 from hpctrain.layout.placement import cut_of
 from hpctrain.layout.recompute import Again, recomputed
@@ -150,18 +150,20 @@ def _of_layer(config: RunConfig, layout: Layout, routed: bool, again: Again, kee
     if model.qk_norm:  # queries and keys before it, and what it keeps
         queries_and_keys = sum(cut_of(model, cut, tp, 0)[1] for cut in ("heads", "kv_heads")) * model.head_width
         attention += (1 + norm) * queries_and_keys
-    inner = _mlp(config, layout, routed, keeps)
+    of_attention, outputs = _before_magnitudes(config, layout, routed)
+    inner = _mlp(config, layout, routed, keeps) + outputs
     kept = (
         2 * norm * hidden
         + (2 + 2 * _operand(keeps, width)) * hidden
         + attention
+        + of_attention
         + (2 * mask * hidden if model.dropout else 0)
         + inner
     )
     if again == "none":
         return _OfLayer(kept)
     if again == "full":
-        columns = cut_of(model, "ffn", tp, 0)[1]
+        columns = inner_columns(config, layout, routed)
         return _OfLayer(hidden, kept - hidden, 2 * model.hidden + (4 if model.gated else 2) * columns)
     operations = set(config.train.recompute_ops)
     core *= "core_attn" in operations
@@ -175,18 +177,20 @@ def _of_layer(config: RunConfig, layout: Layout, routed: bool, again: Again, kee
 
 
 def _mlp_again(config: RunConfig, layout: Layout, routed: bool, keeps: Keeps) -> list[float]:
-    """Of what `_mlp` says, what named operations spare; each is computed again when the one before is done with."""
+    """Of what `_mlp` says, and of what magnitudes there are multiplied with, what named operations spare; each is
+    computed again when the one before is done with."""
     model, moe, operations = config.model, config.model.moe, set(config.train.recompute_ops)
-    inner = _inner(config, keeps)
+    inner, (_, outputs) = _inner(config, keeps), _before_magnitudes(config, layout, routed)
     activation = (inner - (2 if model.gated else 1)) * ("activation" in operations)
     if moe is None or not routed:
-        return [(inner if "mlp" in operations else activation) * cut_of(model, "ffn", layout.tp, 0)[1]]
+        columns = cut_of(model, "ffn", layout.tp, 0)[1]
+        return [inner * columns + outputs if "mlp" in operations else activation * columns]
     if "moe" in operations:
-        return [_mlp(config, layout, routed, keeps)]
+        return [_mlp(config, layout, routed, keeps) + outputs]
     shared = cut_of(model, "shared_ffn", layout.tp, 0)[1] if moe.shared_ffn else 0
     return [
-        activation * _rows(config, layout) * model.expert_width,
-        (inner if "shared_experts" in operations else activation) * shared,
+        activation * _rows(moe, layout.tp) * model.expert_width,
+        inner * shared + outputs if "shared_experts" in operations else activation * shared,
     ]
 
 
@@ -216,18 +220,26 @@ def _inner(config: RunConfig, keeps: Keeps) -> float:
     return (keeps.gate if config.model.gated else 2) - 1 + _operand(keeps, width)
 
 
-def _rows(config: RunConfig, layout: Layout) -> float:
-    """Rows of experts of a token. Tokens are taken to be spread evenly over experts."""
-    moe = config.model.moe
-    assert moe is not None
-    share = moe.capacity or 1.0
-    return moe.top_k * (share if moe.overflow == "pad" else min(share, 1.0)) / layout.tp
-
-
 def _flowing(config: RunConfig, layout: Layout, keeps: Keeps) -> float:
     """Numbers of a token that are gradients of activations in a layer's backward."""
     model = config.model
     return keeps.flowing and _hidden(config, layout) + keeps.flowing * cut_of(model, "ffn", layout.tp, 0)[1]
+
+
+def _before_magnitudes(config: RunConfig, layout: Layout, routed: bool) -> tuple[float, float]:
+    """Numbers of a token of a layer that DoRA's magnitudes are multiplied with: outputs of linears that have them, of
+    attention and of the MLP, or the shared one."""
+    model, adapter, tp = config.model, config.model.adapter, layout.tp
+    if adapter is None or adapter.kind != "dora":
+        return 0.0, 0.0
+    hidden = _hidden(config, layout)
+    heads, kv = (cut_of(model, cut, tp, 0)[1] * model.head_width for cut in ("heads", "kv_heads"))
+    attention, mlp = {"q": heads, "k": kv, "v": kv, "output": hidden}, {}
+    if not routed or (model.moe is not None and model.moe.shared_ffn):
+        columns = cut_of(model, "shared_ffn" if routed else "ffn", tp, 0)[1]
+        mlp = {"up": columns, "down": hidden} | ({"gate": columns} if model.gated else {})
+    of_attention, of_mlp = (sum(n for name, n in out.items() if adapter.adapts(name)) for out in (attention, mlp))
+    return of_attention, of_mlp
 
 
 def _operand(keeps: Keeps, width: int) -> float:
@@ -290,7 +302,21 @@ def _mlp(config: RunConfig, layout: Layout, routed: bool, keeps: Keeps) -> float
     wider = max(width, 4) / width
     # its input, if that is not what the norm returns; logits, scores, and these over their sum
     router = wider * ((model.hidden if wider > 1 else 0) + 3 * moe.experts)
-    rows = _rows(config, layout)
+    rows = _rows(moe, tp)
     experts = rows * (layout.etp * model.hidden * operand + inner * model.expert_width) + moe.top_k * model.hidden / tp
     shared = inner * cut_of(model, "shared_ffn", tp, 0)[1] if moe.shared_ffn else 0
     return (router / tp if layout.sp else router) + experts + shared
+
+
+def _rows(moe: MoeConfig, tp: int) -> float:
+    """Rows of experts that a token is, by rank of tp."""
+    share = moe.capacity or 1.0
+    return moe.top_k * (share if moe.overflow == "pad" else min(share, 1.0)) / tp
+
+
+def inner_columns(config: RunConfig, layout: Layout, routed: bool) -> float:
+    """Columns of an MLP that a token goes through on a rank: of experts those of all its rows, and of a shared MLP."""
+    model, moe, tp = config.model, config.model.moe, layout.tp
+    if moe is None or not routed:
+        return cut_of(model, "ffn", tp, 0)[1]
+    return _rows(moe, tp) * model.expert_width + (cut_of(model, "shared_ffn", tp, 0)[1] if moe.shared_ffn else 0)

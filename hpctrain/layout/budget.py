@@ -15,7 +15,7 @@ from typing import NamedTuple
 from hpctrain.config.schema import ModelConfig, Operation, RunConfig, TrainConfig
 from hpctrain.errors import ConfigError
 from hpctrain.layout.activations import OURS, Keeps
-from hpctrain.layout.fits import Room, check_memory, needed
+from hpctrain.layout.fits import Room, Rules, check_memory, needed
 from hpctrain.layout.forward_flops import again, forward
 from hpctrain.layout.layout import Layout
 from hpctrain.layout.memory import Held, held_by
@@ -91,15 +91,15 @@ def within_budget(config: RunConfig, layout: Layout, keeps: Keeps = OURS) -> Cho
     raise ConfigError(KEY, budget, reason, f"use {_rounded_up(least)} or more, or a smaller train.micro_batch")
 
 
-def checked(config: RunConfig, layout: Layout, room: Room) -> Chosen:
-    """The same, of a run that is refused where it cannot fit.
+def checked(config: RunConfig, layout: Layout, room: Room, rules: Rules) -> Chosen:
+    """The same, of a run that is refused where it cannot fit. Arguments besides are as for `check_memory`.
 
     Raises:
         ConfigError: no recomputation keeps to the budget, or the run does not fit; says what would do.
     """
     chosen = within_budget(config, layout, room.keeps)
     try:
-        check_memory(chosen.config, layout, room)
+        check_memory(chosen.config, layout, room, rules)
     except ConfigError as error:
         if config.train.activation_budget is None:
             raise

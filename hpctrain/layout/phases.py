@@ -13,13 +13,12 @@ from dataclasses import asdict, dataclass, replace
 from typing import NamedTuple
 
 from hpctrain.config.schema import RunConfig
-from hpctrain.layout.activations import COMPUTE_BYTES, OURS, Activations, Keeps, activations
+from hpctrain.layout.activations import COMPUTE_BYTES, OURS, Activations, Keeps, activations, inner_columns
 from hpctrain.layout.alive import Alive, alive
 from hpctrain.layout.buffers import Moving, OfFsdp, Plain, of_zero
 from hpctrain.layout.layout import Layout
 from hpctrain.layout.memory import Held, Memory, away_of, held_by, micro_batches_of, spread, state_of
 from hpctrain.layout.parameters import largest_unit
-from hpctrain.layout.placement import cut_of
 from hpctrain.layout.shards import replicas_of
 from hpctrain.layout.stages import Stage
 from hpctrain.layout.transfers import most_received
@@ -228,11 +227,12 @@ def _of_backward(
     """Moments of a backward: the loss, and layers, computed again where they are, whose logits are gone."""
     if stage.last:
         yield _Beside(0, size.of_loss + size.chunk, moving.at_loss())
-    flows, layers = flowing(config, layout, stage.last), len(stage.layers)
+    layers = len(stage.layers)
     for gone, more in moving.backward(layers, stage.last, backwards):
         there = spread(layout, size) - _of_last(size, gone)
         if gone < layers:
-            there += size.again[-1 - gone] + flows
+            routed = config.model.routed(stage.layers[-1 - gone])
+            there += size.again[-1 - gone] + flowing(config, layout, stage.last, routed)
         yield _Beside(there, -size.logits, more + entering(config, layout))
 
 
@@ -248,9 +248,9 @@ def entering(config: RunConfig, layout: Layout) -> int:
     return round(2 * tokens * config.model.hidden * COMPUTE_BYTES[config.train.precision]) if layout.sp else 0
 
 
-def flowing(config: RunConfig, layout: Layout, last: bool) -> int:
+def flowing(config: RunConfig, layout: Layout, last: bool, routed: bool) -> int:
     """Bytes of the gradients of activations that a layer's backward works with: that of its output, which stages but
     the last receive, and of its MLP."""
     model, tokens = config.model, config.train.micro_batch * config.data.seq / layout.cp
-    of_token = last * model.hidden + (2 if model.gated else 1) * cut_of(model, "ffn", layout.tp, 0)[1]
+    of_token = last * model.hidden + (2 if model.gated else 1) * inner_columns(config, layout, routed)
     return round(tokens * COMPUTE_BYTES[config.train.precision] * of_token)

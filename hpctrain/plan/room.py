@@ -54,7 +54,9 @@ def _of_parts(config: RunConfig, points: Points, keeps: Keeps) -> dict[str, Arra
         expert = activations(at, layout, Stage(1, 0, 0, range(routed, routed + 1), False, False), keeps)
         last = activations(at, layout, Stage(1, 0, 0, range(0), False, True), keeps)
         more = [max(one.passing, expert.passing), last.passing, max(one.left, expert.left), none.handed]
-        ends = [last.logits, last.chunk, entering(at, layout), flowing(at, layout, False), flowing(at, layout, True)]
+        kinds = {model.routed(plain), model.routed(routed)}
+        flows = (max(flowing(at, layout, ends, kind) for kind in kinds) for ends in (False, True))
+        ends = [last.logits, last.chunk, entering(at, layout), *flows]
         rows.append([one.kept - none.kept, expert.kept - none.kept, none.kept, last.kept, *more, *ends])
     names = ("dense", "routed", "none", "last", "passing", "passing_last", "left", "handed")
     of_ends = ("logits", "chunk", "entering", "flowing", "flowing_last")

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from hpctrain.config.schema import RunConfig
+from hpctrain.config.validate import validate
 from hpctrain.errors import LaunchError
 from hpctrain.files import write_whole
 from hpctrain.launch.life.identity import ALONE, detect
@@ -67,7 +68,7 @@ def run(
     layout = Layout.of(config.parallel, world)
     sharing = 1 if device.type == "cuda" else config.cluster.gpus_per_node
     host = host_memory().bytes // config.cluster.gpus_per_node if device.type == "cuda" else None
-    config = checked(config, layout, Room(available_memory(device).bytes // sharing, host)).config
+    config = checked(config, layout, Room(available_memory(device).bytes // sharing, host), validate).config
     mesh = build_mesh(
         layout, device, replica_groups(config.model, layout), timeout_s or config.cluster.timeout_s, meter
     )

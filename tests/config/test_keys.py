@@ -28,9 +28,9 @@ def test_paths_are_those_of_a_configuration() -> None:
 @pytest.mark.parametrize(
     ("path", "kind", "default", "allowed"),
     [
-        ("parallel.tp", "int", 1, "must be an integer, at least 1"),
+        ("parallel.tp", "int", 1, "must be an integer, at least 1 and at most 1e+12"),
         ("sharding.stage", "int", 0, "must be an integer, at least 0 and at most 3"),
-        ("model.kv_heads", "int", None, "must be an integer, at least 1, or null"),
+        ("model.kv_heads", "int", None, "must be an integer, at least 1 and at most 1e+12, or null"),
         ("optimizer.beta1", "float", 0.9, "must be a number, at least 0 and below 1"),
         ("model.norm", "choice", "rmsnorm", "must be one of rmsnorm, layernorm"),
         ("parallel.sp", "bool", False, "must be true or false"),

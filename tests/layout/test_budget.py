@@ -123,7 +123,7 @@ def test_the_choice_is_of_what_the_device_keeps() -> None:
 def refused(room: Room, **more: Any) -> str:
     config, layout = of(*RUNS[0], **more)
     with pytest.raises(ConfigError) as caught:
-        checked(config, layout, room)
+        checked(config, layout, room, validate)
     assert "\n" not in str(caught.value) and caught.value.path == "memory"
     return caught.value.fix
 
@@ -135,7 +135,7 @@ def test_a_smaller_budget_is_the_mend_of_a_run_that_does_not_fit() -> None:
     budget = float(fix.removeprefix("use train.activation_budget="))
     assert 10 < budget < 24.3
     mended, _ = of(*RUNS[0], budget=budget)
-    assert room.holds(needed(checked(mended, layout, room).config, layout))
+    assert room.holds(needed(checked(mended, layout, room, validate).config, layout))
 
 
 def test_what_fits_without_a_budget_is_the_mend_where_none_is_small_enough() -> None:
@@ -151,5 +151,5 @@ def test_what_fits_without_a_budget_is_the_mend_where_none_is_small_enough() -> 
 
 def test_it_fits_as_it_is() -> None:
     config, layout = of(*RUNS[0], budget=18.0)
-    chosen = checked(config, layout, Room(1 << 50, 1 << 50))
+    chosen = checked(config, layout, Room(1 << 50, 1 << 50), validate)
     assert chosen == within_budget(config, layout) and "chose train.recompute=selective" in chosen.words

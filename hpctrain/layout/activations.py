@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from hpctrain.config.schema import MoeConfig, RunConfig
 from hpctrain.layout.layout import Layout
@@ -31,6 +31,9 @@ class Keeps:
             the logit, and its gradient, in the precision of the computation.
         flowing: of a layer's backward, gradients that are there beside what was kept: that of its output, and so many
             numbers of a column of its MLP.
+        routed: of a layer with experts, what is kept of its norm's output for the router, and of what experts give:
+            `copies`, a copy in float32 or wider, and all of it, as it is weighted after the exchange; `norm`, that
+            output as it is, and nothing, as it is weighted before the last product.
         gradient: bytes of a weight's gradient; None is float32 or wider.
         plain_norms: RMSNorm is not one kernel: the input in float32 or wider, where that is another tensor, and the
             input over its root mean square are kept.
@@ -47,6 +50,7 @@ class Keeps:
     logit: float | None = None
     of_loss: float | None = None
     flowing: float = 0.0
+    routed: Literal["copies", "norm"] = "copies"
     gradient: int | None = None
     plain_norms: bool = False
     chunk: int = 1 << 25
@@ -101,7 +105,7 @@ def activations(config: RunConfig, layout: Layout, stage: Stage | None = None, k
     of_kind = {kind: _of_layer(config, layout, *kind, keeps) for kind in set(zip(routed, ways))}
     of_layer = [of_kind[kind] for kind in zip(routed, ways)]
     kept = [layer.kept for layer in of_layer]
-    flowing = _flowing(config, layout, keeps)
+    flowing = max((_flowing(config, layout, kind, keeps) for kind in set(routed)), default=0.0)
     again = [0.0]  # of the backward of no layers, of the first, of the first two; the last of them goes first
     for layer in of_layer:
         again.append(max(layer.again + flowing, again[-1] - layer.kept))
@@ -220,10 +224,15 @@ def _inner(config: RunConfig, keeps: Keeps) -> float:
     return (keeps.gate if config.model.gated else 2) - 1 + _operand(keeps, width)
 
 
-def _flowing(config: RunConfig, layout: Layout, keeps: Keeps) -> float:
-    """Numbers of a token that are gradients of activations in a layer's backward."""
+def _flowing(config: RunConfig, layout: Layout, routed: bool, keeps: Keeps) -> float:
+    """Numbers of a token that are gradients of activations in a layer's backward; those of experts' outputs are there
+    before and after they are exchanged."""
     model = config.model
-    return keeps.flowing and _hidden(config, layout) + keeps.flowing * cut_of(model, "ffn", layout.tp, 0)[1]
+    hidden = _hidden(config, layout)
+    if model.moe is None or not routed:
+        return keeps.flowing and hidden + keeps.flowing * cut_of(model, "ffn", layout.tp, 0)[1]
+    inner = max(keeps.flowing * model.expert_width, 2 * model.hidden)
+    return keeps.flowing and hidden + _rows(model.moe, layout.tp) * inner
 
 
 def _before_magnitudes(config: RunConfig, layout: Layout, routed: bool) -> tuple[float, float]:
@@ -300,10 +309,13 @@ def _mlp(config: RunConfig, layout: Layout, routed: bool, keeps: Keeps) -> float
     if moe is None or not routed:
         return inner * cut_of(model, "ffn", tp, 0)[1]
     wider = max(width, 4) / width
-    # its input, if that is not what the norm returns; logits, scores, and these over their sum
-    router = wider * ((model.hidden if wider > 1 else 0) + 3 * moe.experts)
-    rows = _rows(moe, tp)
-    experts = rows * (layout.etp * model.hidden * operand + inner * model.expert_width) + moe.top_k * model.hidden / tp
+    router = wider * 3 * moe.experts  # logits, scores, and these over their sum
+    if keeps.routed == "copies":  # of float32 or wider none is made
+        router += wider * model.hidden * (wider > 1)
+    else:
+        router += (1 - operand) * model.hidden
+    experts = _rows(moe, tp) * (layout.etp * model.hidden * operand + inner * model.expert_width)
+    experts += moe.top_k * model.hidden / tp * (keeps.routed == "copies")
     shared = inner * cut_of(model, "shared_ffn", tp, 0)[1] if moe.shared_ffn else 0
     return (router / tp if layout.sp else router) + experts + shared
 

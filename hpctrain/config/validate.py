@@ -10,12 +10,13 @@ from collections.abc import Callable, Iterable
 
 from hpctrain.config.adapters import check_adapters, check_adapters_of
 from hpctrain.config.keys import as_written
-from hpctrain.config.schema import OF_FSDP, RunConfig
+from hpctrain.config.schema import OF_FSDP, RunConfig, TrainConfig
 from hpctrain.errors import ConfigError
 from hpctrain.layout.context import misfit as does_not_split
 from hpctrain.layout.context import multiple
 from hpctrain.layout.layout import Layout, divisors
 from hpctrain.layout.placement import misfit, tp_sizes, zero_misfit
+from hpctrain.layout.recompute import without_effect
 from hpctrain.layout.schedule import ZERO_BUBBLE, make_schedule
 
 Rule = Callable[[RunConfig], None]
@@ -110,9 +111,29 @@ def _paged(config: RunConfig) -> None:
 
 
 def _recompute(config: RunConfig) -> None:
-    if config.train.recompute == "none" and (every := config.train.recompute_every) != 1:
+    train = config.train
+    if train.activation_budget is not None and train.recomputation != TrainConfig().recomputation:
+        reason = "chooses train.recompute, train.recompute_ops and train.recompute_every, and these are set"
+        _refuse("train.activation_budget", train.activation_budget, reason, "leave them out, or use null")
+    if train.activation_budget is not None and (place := config.sharding.offload.activations) != "none":
+        reason = (
+            f"is of activations that stay on the device, and sharding.offload.activations={place} takes them off it"
+        )
+        _refuse("train.activation_budget", train.activation_budget, reason, "use null, or activations=none")
+    if train.recompute == "none" and (every := train.recompute_every) != 1:
         reason = "says which layers are computed again, and train.recompute=none computes none of them again"
         _refuse("train.recompute_every", every, reason, "use 1, or train.recompute=full or selective")
+    operations = list(train.recompute_ops)
+    if train.recompute != "selective" and train.recompute_ops != TrainConfig().recompute_ops:
+        reason = f"says what train.recompute=selective computes again, and it is {train.recompute}"
+        _refuse("train.recompute_ops", operations, reason, "leave it out, or use train.recompute=selective")
+    if not operations:
+        _refuse("train.recompute_ops", operations, "names nothing", "use train.recompute=none")
+    for operation in operations:
+        if reason := without_effect(config.model, train.recompute_ops, operation):
+            others = [other for other in dict.fromkeys(operations) if other != operation or operations.count(other) > 1]
+            rest = as_written(others or TrainConfig().recompute_ops)
+            _refuse("train.recompute_ops", operations, reason, f"use {rest}")
 
 
 def _offload(config: RunConfig) -> None:

@@ -9,7 +9,7 @@ import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from hpctrain.config.schema import OffloadConfig, ParallelConfig, RunConfig
+from hpctrain.config.schema import OffloadConfig, ParallelConfig, RunConfig, TrainConfig
 from hpctrain.errors import ConfigError
 from hpctrain.layout.activations import ON_CPU, OURS, Keeps
 from hpctrain.layout.layout import Layout, divisors
@@ -124,13 +124,13 @@ def _alternatives(config: RunConfig, layout: Layout, room: Room, rules: Rules) -
     micro, stage, ranks = config.train.micro_batch, config.sharding.stage, layout.world // layout.pp
     micros = divisors(micro)[::-1]
     fsdp = config.engine == "fsdp"
-    again, here = config.train.recompute, config.sharding.offload
-    every = config.train.recompute_every
-    recomputes = dict.fromkeys(((again, every), ("full", 1)))
+    (again, ops, every), here = config.train.recomputation, config.sharding.offload
+    recomputes = dict.fromkeys((config.train.recomputation, ("full", TrainConfig().recompute_ops, 1)))
     places = [here, *(here.model_copy(update=away) for away in AWAY if not fsdp)]
     for resized in _resized(config, layout, ranks):
         held = held_by(config, resized)
-        for away, s, (r, k), m in itertools.product(places, [stage] if fsdp else range(stage, 4), recomputes, micros):
+        stages = [stage] if fsdp else range(stage, 4)
+        for away, s, (r, o, k), m in itertools.product(places, stages, recomputes, micros):
             alone = resized.dp * resized.cp == 1  # then a stage spares nothing but by what it lets go elsewhere
             if (s > stage and alone and away == here) or (away != here and not _goes(away, room)):
                 continue
@@ -138,13 +138,14 @@ def _alternatives(config: RunConfig, layout: Layout, room: Room, rules: Rules) -
                 update={
                     "parallel": _sizes(config.parallel, resized),
                     "sharding": config.sharding.model_copy(update={"stage": s, "offload": away}),
-                    "train": config.train.model_copy(update={"micro_batch": m, "recompute": r, "recompute_every": k}),
+                    "train": config.train.recomputing(r, o, k).model_copy(update={"micro_batch": m}),
                 }
             )
             if _keeps_to(rules, changed, layout.world) and room.holds(_fullest(changed, resized, held, room.keeps)):
                 values: dict[str, tuple[int | str, int | str]] = {
                     "train.micro_batch": (m, micro),
                     "train.recompute": (r, again),
+                    "train.recompute_ops": (_written(o), _written(ops)),
                     "train.recompute_every": (k, every),
                     "sharding.stage": (s, stage),
                     "sharding.offload.optimizer": (away.optimizer, here.optimizer),
@@ -156,6 +157,10 @@ def _alternatives(config: RunConfig, layout: Layout, room: Room, rules: Rules) -
                     "parallel.ep": (resized.ep, layout.ep),
                 }
                 yield {key: new for key, (new, old) in values.items() if new != old}
+
+
+def _written(operations: Sequence[str]) -> str:
+    return f"[{','.join(operations)}]"
 
 
 def _goes(away: OffloadConfig, room: Room) -> bool:

@@ -14,7 +14,8 @@ from hpctrain.config.schema import RunConfig
 from hpctrain.config.validate import validate
 from hpctrain.data.dataset import open_dataset
 from hpctrain.errors import CheckpointError, ConfigError
-from hpctrain.layout.fits import Room, check_memory
+from hpctrain.layout.budget import checked
+from hpctrain.layout.fits import Room
 from hpctrain.layout.layout import Layout
 from hpctrain.telemetry.memory import host_memory
 from hpctrain.train.finished import finished
@@ -128,7 +129,7 @@ def check_here(config: RunConfig, world: int) -> None:
         ConfigError: says what there is too little of, and what would fit.
     """
     if not finished(config):
-        check_memory(config, Layout.of(config.parallel, world), room_here(config, world), validate)
+        checked(config, Layout.of(config.parallel, world), room_here(config, world), validate)
 
 
 def check_node(config: RunConfig, memory: int, gpus: bool) -> None:
@@ -145,7 +146,7 @@ def check_node(config: RunConfig, memory: int, gpus: bool) -> None:
     cluster = config.cluster
     host = max(0, memory // cluster.gpus_per_node - PROCESS)
     room = Room(1 << 62, host) if gpus and cluster.device != "cpu" else Room(host)
-    check_memory(config, Layout.of(config.parallel, cluster.nodes * cluster.gpus_per_node), room, validate)
+    checked(config, Layout.of(config.parallel, cluster.nodes * cluster.gpus_per_node), room, validate)
 
 
 def check_folder(config: RunConfig) -> None:

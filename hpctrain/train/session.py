@@ -13,8 +13,9 @@ from hpctrain.config.schema import RunConfig
 from hpctrain.config.validate import validate
 from hpctrain.data.batches import Batches
 from hpctrain.data.dataset import Dataset, batches, open_dataset
+from hpctrain.layout.budget import checked
 from hpctrain.layout.context import spans
-from hpctrain.layout.fits import Room, check_memory
+from hpctrain.layout.fits import Room
 from hpctrain.layout.layout import Layout
 from hpctrain.layout.placement import replica_groups
 from hpctrain.parallel.agree import everywhere
@@ -35,7 +36,7 @@ class Session:
     """One rank's parts of a run.
 
     Attributes:
-        config: of the run.
+        config: of the run, its recomputation settled.
         mesh: this rank's view of all ranks.
         engine: model, optimizer and their state.
         pipeline: runs micro-batches through the engine's chunks.
@@ -43,6 +44,7 @@ class Session:
         validation: the same of the part kept for it; None where there is none.
         data: what both read.
         throughput: turns step times into rates.
+        chosen: what a budget of activations has settled, in words; empty where there is none.
         refused: checkpoints that were stepped over when the run began.
         base: what a fine-tuning stands on.
         may_save: raises where the run folder is no longer this run's; asked before every save.
@@ -56,6 +58,7 @@ class Session:
     validation: Batches | None
     data: Dataset
     throughput: Throughput
+    chosen: str = ""
     refused: tuple[Verdict, ...] = ()
     base: Found | None = None
     may_save: Callable[[], None] = lambda: None
@@ -81,12 +84,12 @@ def open_session(
 
     Raises:
         DataError: the corpus is not there, damaged, too small or of another vocabulary.
-        ConfigError: the run does not fit in memory.
+        ConfigError: the run does not fit in memory, or in the budget of its activations.
     """
     layout = Layout.of(config.parallel, world)
     mesh = build_mesh(layout, device, replica_groups(config.model, layout), timeout_s, meter)
     data = everywhere(lambda: open_dataset(config, cached=True), mesh.world)
-    check_memory(config, layout, _room_of_a_rank(config, mesh, sharing), validate)
+    config, chosen = checked(config, layout, _room_of_a_rank(config, mesh, sharing), validate)
 
     def read(training: bool) -> Batches:
         kept = spans(config.parallel.cp_method, config.data.seq, mesh.cp.size, mesh.cp.index)
@@ -103,6 +106,7 @@ def open_session(
         validation=read(False) if data.validation else None,
         data=data,
         throughput=_throughput(config, mesh),
+        chosen=chosen,
     )
 
 

@@ -42,6 +42,24 @@ def test_host_memory_and_disk_of_what_is_offloaded() -> None:
     assert "on its disk" not in call("sharding.offload.optimizer=cpu").stdout
 
 
+def test_what_a_budget_chose_is_said() -> None:
+    """And the table, and the JSON, are of that."""
+    budget = ("data.seq=4096", "train.micro_batch=1", "train.activation_budget=16")
+    first, *table = call(*budget).stdout.splitlines()
+    assert first.startswith("train.activation_budget=16 chose train.recompute=selective train.recompute_ops=[")
+    assert table[0] == "rank 0, GiB"
+    found = json.loads(call(*budget, "--json").stdout)
+    assert found["train"]["recompute"] == "selective" and found["train"]["recompute_ops"] == ["layernorm", "activation"]
+    backward = found["phases"]["backward"]
+    assert 10 * 2**30 < backward["activations"] + backward["logits"] <= 16 * 2**30
+    assert "train" not in json.loads(call("--json").stdout)
+
+
+def test_a_budget_that_nothing_keeps_to_is_refused() -> None:
+    done = call("data.seq=4096", "train.micro_batch=1", "train.activation_budget=0.1")
+    assert done.exit_code == 2 and "GiB on the fullest rank at the least" in done.stderr
+
+
 def test_building_is_shown_where_it_is_more_than_any_phase() -> None:
     """It is what a run is refused by then; with more activations it is not."""
     tokens = "sharding.stage=2", "train.micro_batch=1", "sharding.torch_adam=false"

@@ -66,6 +66,15 @@ def test_recomputing_some_layers_is_refused(command: str) -> None:
     assert refused.exit_code == 2 and "train.recompute_every=2: has no price here" in refused.stderr
 
 
+@pytest.mark.parametrize("command", ["", "explain "])
+@pytest.mark.parametrize(
+    "setting", ["train.recompute=selective train.recompute_ops=[mlp]", "train.activation_budget=20.0"]
+)
+def test_recomputing_operations_is_refused(command: str, setting: str) -> None:
+    refused = invoke(f"{command}llama-8b --gpus 16 {setting}")
+    assert refused.exit_code == 2 and "has no price here" in refused.stderr and refused.stderr.count("\n") <= 2
+
+
 def test_explain_says_what_bounds_and_how_collectives_go() -> None:
     out = run("explain gpt-175b --cluster dgx-a100 train.recompute=full")
     assert "gpt-175b on 1536 x NVIDIA A100-SXM4-80GB: tp=8 pp=8 dp=24 1f1b mb=1 recompute=full zero=1" in out

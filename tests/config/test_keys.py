@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from pydantic import BaseModel
 
-from hpctrain.config.keys import keys, suggestion
+from hpctrain.config.keys import as_written, keys, suggestion
 from hpctrain.config.load import load
 from hpctrain.config.schema import RunConfig
 from hpctrain.errors import ConfigError
@@ -45,7 +45,7 @@ def test_limits_in_words(path: str, kind: str, default: object, allowed: str) ->
 def test_every_default_is_accepted_and_every_stranger_refused(path: str) -> None:
     key = keys()[path]
     if key.default is not None:
-        text = str(key.default).lower() if key.kind == "bool" else str(key.default)
+        text = as_written(key.default)
         load("llama-8b", [f"{path}={text}"])
     if not key.raw:
         with pytest.raises(ConfigError, match=r"must be"):

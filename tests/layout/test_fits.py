@@ -76,6 +76,13 @@ def test_what_fits_is_named_and_fits() -> None:
     ]
 
 
+def test_named_operations_give_way_to_whole_layers() -> None:
+    """On one rank nothing else makes room."""
+    some = "parallel.tp=1 sharding.engine=none sharding.stage=0 train.micro_batch=1 train.global_batch=1 data.seq=8192"
+    named = "train.recompute=selective train.recompute_ops=[layernorm]"
+    assert mends(f"{some} {named}", 1, 0.9) == ["train.recompute=full train.recompute_ops=[core_attn]"]
+
+
 LESS = "parallel.tp=1 train.micro_batch=1 train.recompute=full"
 LORA = "model.adapter.kind=lora"
 NVME = "sharding.stage=3 sharding.offload.optimizer=nvme"

@@ -7,6 +7,7 @@ import pytest
 from hpctrain.config.load import load
 from hpctrain.config.schema import RunConfig
 from hpctrain.layout.activations import activation_bytes
+from hpctrain.layout.activations import activations as activations_of
 from hpctrain.layout.layout import Layout
 from hpctrain.layout.memory import Memory, away_of, estimate
 from hpctrain.layout.parameters import parameter_specs
@@ -80,6 +81,21 @@ def test_weights_on_a_disk_are_read_again_for_the_layers_that_are_computed_again
             "train.recompute=none", "train.recompute=full train.recompute_every=2", "train.recompute=full"
         ))  # fmt: skip
         assert full == none * 3 / 2 and some - none == pytest.approx(share * (full - none), abs=1)
+
+
+def test_of_operations_those_with_weights_read_them_again() -> None:
+    """llama-tiny: an MLP has 3 x 344 of the rows of 128 of a layer, attention 128 + 2 x 64 + 128, and norms 2."""
+
+    def read(more: str) -> int:
+        state = "sharding.stage=3 sharding.offload.params=nvme parallel.tp=1 train.micro_batch=4 train.global_batch=16"
+        return away_of(*of(f"{state} {more}", 2, "llama-tiny")).read
+
+    none, full, norms, mlps = (read(f"train.recompute={more}") for more in (
+        "none", "full", "selective train.recompute_ops=[core_attn,layernorm,activation]",
+        "selective train.recompute_ops=[layernorm,mlp]",
+    ))  # fmt: skip
+    assert norms == none
+    assert (mlps - none) / (full - none) == pytest.approx(3 * 344 / (3 * 344 + 3 * 128 + 2), rel=1e-6)
 
 
 def test_selective_recomputation_keeps_keys_and_values_once() -> None:
@@ -170,6 +186,16 @@ def test_dora_keeps_what_its_magnitudes_are_multiplied_with(more: str, tp: int, 
     assert dora - lora == 4 * outputs * 4 * 16 * 256
 
 
+def test_an_mlp_that_is_computed_again_spares_what_its_magnitudes_are_multiplied_with() -> None:
+    """Those of attention stay: 4 heads of 32 over 2 of keys and values, and 128 columns of its output."""
+
+    def kept(kind: str) -> int:
+        more = f"parallel.tp=1 model.adapter.kind={kind} train.recompute=selective train.recompute_ops=[mlp]"
+        return activations_of(*of(more, 1, "llama-tiny")).kept
+
+    assert kept("dora") - kept("lora") == 4 * (4 * 32 + 2 * 2 * 32 + 128) * 4 * 16 * 256
+
+
 def test_experts_by_hand() -> None:
     """A token in float32, of moe-tiny without groups of heads: 2 of 8 experts 172 wide, and what a capacity changes."""
     base = "data.document_mask=false train.micro_batch=1 data.seq=1 model.kv_heads=4"
@@ -181,7 +207,7 @@ def test_experts_by_hand() -> None:
         )
         return two - one
 
-    attention, router = 4 * 128 + 4 * 128, 128 + 3 * 8
+    attention, router = 4 * 128 + 4 * 128, 3 * 8
     sent, inner, returned = 2 * 128, 2 * 4 * 172, 2 * 128
     assert layer() == layer("model.moe.capacity=2") == 4 * (attention + router + sent + inner + returned)
     assert layer("model.moe.capacity=0.5") == 4 * (attention + router + (sent + inner) // 2 + returned)

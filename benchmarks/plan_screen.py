@@ -41,7 +41,13 @@ def measure(rounds: int) -> dict[str, Any]:
             seconds.append(time.process_time() - began)
         first, later = len(points) / seconds[0], len(points) / statistics.median(seconds[1:])
         found.append(
-            {"recipe": recipe, "devices": devices, "layouts": len(points), "first_s": seconds[0], "later_s": seconds[1:]}
+            {
+                "recipe": recipe,
+                "devices": devices,
+                "layouts": len(points),
+                "first_s": seconds[0],
+                "later_s": seconds[1:],
+            }
         )
         what = f"{len(points):,} layouts of `{recipe}` on {devices:,} devices screened, one core"
         rows.append([what, f"{later:,.0f} layouts/s, the first time {first:,.0f}", f"wanted: {WANTED:,}", "-"])

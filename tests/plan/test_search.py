@@ -130,7 +130,7 @@ def test_what_is_planned_fits_by_what_a_run_is_refused_by() -> None:
 def test_screening_costs_each_kind_of_layer_and_plays_each_kind_of_pipeline_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """What makes it fast (`benchmarks/plan_screen.py`): ten times the layouts are no more layers, and no more to play."""
+    """What makes it fast (`benchmarks/plan_screen.py`): ten times the layouts have no more to cost, nor to play."""
     counted: list[int] = []
     played: list[Any] = []
 

@@ -24,7 +24,7 @@ BEGIN, END = "<!-- bench: written by make bench -->", "<!-- bench: end -->"
 
 BENCHMARKS = (
     *("training", "layouts", "offload", "data_access", "data_build", "checkpoint_save", "collectives", "rails"),
-    "lab_plan",
+    *("plan_screen", "lab_plan"),
 )
 
 

@@ -14,7 +14,17 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks.planner.rows import DEFERRED, NEMO_2025, NEMO_MIXTRAL, NEMO_QWEN, TABLES, read, with_fp8
+from benchmarks.planner.rows import (
+    DEFERRED,
+    NEMO_2025,
+    NEMO_LLAMA_8B,
+    NEMO_MIXTRAL,
+    NEMO_NEMOTRON,
+    NEMO_QWEN,
+    TABLES,
+    read,
+    with_fp8,
+)
 from hpctrain.config.schema import DataConfig, ModelConfig, MoeConfig, ParallelConfig, RunConfig, TrainConfig
 from hpctrain.layout.layout import Layout
 from hpctrain.layout.stages import even
@@ -53,7 +63,7 @@ MODELS = {
     ("qwen3", "30b_a3b"): _gqa(48, 2048, 32, 4, 6144, 151936, **QWEN, moe=MoeConfig(experts=128, top_k=8, ffn=768)),
     ("qwen3", "235b_a22b"): _gqa(94, 4096, 64, 4, 12288, 151936, **QWEN, moe=MoeConfig(experts=128, top_k=8, ffn=1536)),
 }  # fmt: skip
-"""From the configurations published with the models. Nemotron's squared ReLU is priced as GELU: no gate, one pass."""
+"""From the configurations published with the models. Nemotron's squared ReLU is said as GELU: no gate."""
 
 UNKNOWN = {
     "nemotronh": "Mamba layers",
@@ -63,7 +73,17 @@ UNKNOWN = {
     "neva_llama3": "a vision tower",
     "flux": "a diffusion model",
 }
-RECIPES = {"mixtral": NEMO_MIXTRAL, "qwen3": NEMO_QWEN}
+RECIPES = {
+    ("llama3", "8b"): NEMO_LLAMA_8B,
+    ("nemotron3", "8b"): NEMO_NEMOTRON,
+    ("nemotron3", "22b"): NEMO_NEMOTRON,
+    ("nemotron4", "15b"): NEMO_NEMOTRON,
+    ("nemotron4", "340b"): NEMO_NEMOTRON,
+    ("mixtral", "8x7b"): NEMO_MIXTRAL,
+    ("mixtral", "8x22b"): NEMO_MIXTRAL,
+    ("qwen3", "30b_a3b"): NEMO_QWEN,
+    ("qwen3", "235b_a22b"): NEMO_QWEN,
+}
 CLUSTERS = {"h100": "dgx-h100", "b200": "dgx-b200", "gb200": "gb200-nvl72"}
 
 
@@ -116,17 +136,18 @@ def case(row: dict[str, str]) -> Case | Judged:
     if row["use_mcore_fsdp"] == "1":
         return Judged(name, None, "Megatron's FSDP, which shards otherwise than ZeRO")
     seq = _number(row, "seq_len")
-    model = MODELS[row["model"], row["size"]].model_copy(update={"max_seq": seq})
-    gap = GRAPH_GAP if row["cuda_graphs"] in ("1", "1.0") else GAP
+    which = row["model"], row["size"]
+    model = MODELS[which].model_copy(update={"max_seq": seq})
+    graphs = row["cuda_graphs"] in ("1", "1.0")
     devices, batch = (_number(row, column) for column in ("num_gpus", "gbs"))
-    machine = Machine(hardware(CLUSTERS[row["system"]]), constants(), gap=gap).of(devices)
+    machine = Machine(hardware(CLUSTERS[row["system"]]), constants(), gap=GRAPH_GAP if graphs else GAP).of(devices)
     config = RunConfig(
         model=model,
         data=DataConfig(seq=seq, document_mask=False),
         train=TrainConfig(global_batch=batch, micro_batch=1, precision="bf16"),
         parallel=ParallelConfig(),
     )
-    runtime = replace(RECIPES.get(row["model"], NEMO_2025), defers=DEFERRED.get(row["model"], 0))
+    runtime = replace(RECIPES.get(which, NEMO_2025), defers=DEFERRED.get(which, 0), graphs=graphs)
     runtime = with_fp8(runtime) if row["dtype"] == "fp8" else runtime
     work = Work(model, seq, batch, "fp8" if row["dtype"] == "fp8" else "bf16", runtime)
     theirs = _points(row, model, devices)

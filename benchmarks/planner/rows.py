@@ -79,20 +79,44 @@ wait where stages are not interleaved (NeMo, lightning/pytorch/callbacks/megatro
 evenly. Attention keeps keys and values as they are, SwiGLU its two inputs and its output (core/fusions)."""
 
 NEMO_2025 = replace(
-    MEGATRON_CORE, loss_bytes=10, fp8_parameters=True, keeps=replace(MEGATRON_CORE.keeps, logit=2, of_loss=0)
+    MEGATRON_CORE,
+    loss_bytes=10,
+    fp8_parameters=True,
+    bucket=2.0**27,
+    whole_chunks=True,
+    user_buffers=True,
+    keeps=replace(MEGATRON_CORE.keeps, logit=2, of_loss=0, routed="norm", flowing=3),
 )
 """NeMo's recommended configurations, scripts/performance/helpers.py: cross-entropy of TransformerEngine, which keeps
 logits in bf16 and writes their gradient in their place, so that a logit is read thrice and written twice; in fp8 also
-weights are kept and gathered in fp8 (recipes/precision/mixed_precision.py)."""
+weights are kept and gathered in fp8 (recipes/precision/mixed_precision.py). Gradients are in bf16, of all models.
+Buckets have 2^27 elements (lightning/pytorch/callbacks/megatron_comm_overlap.py), and whole chunks where they are
+interleaved (lightning/megatron_parallel.py), as the first is gathered beside the update. Megatron-Core 0.13 weights
+what experts compute before the last product, and its router reads the norm's output (core/transformer/moe). While an
+activation is differentiated, its gradient is there and those of its inputs: of SwiGLU two (core/fusions); one, and one
+on the way, of a squared ReLU."""
 
-DEFERRED = {"gpt3": 50, "llama31": 50, "llama3": 22, "nemotron3": 22, "nemotron4": 22}
+DEFERRED = {
+    ("gpt3", "175b"): 50,
+    ("llama31", "405b"): 50,
+    ("llama3", "70b"): 22,
+    ("nemotron3", "22b"): 22,
+    ("nemotron4", "340b"): 22,
+}
 """Micro-batches for which recipes let gradients of the head's weight wait (`wgrad_deferral_limit`)."""
 
-NEMO_MIXTRAL = replace(NEMO_2025, tp_overlap="backward", expert_streams=1)
+NEMO_NEMOTRON = replace(NEMO_2025, activation_passes=(4, 10))
+"""Its squared ReLU is not fused (collections/llm/fn/activation.py): relu, and pow; backward three passes and two reads
+more for pow's gradient (PyTorch, torch/csrc/autograd/FunctionsManual.cpp, pow_backward), and relu's."""
+
+NEMO_LLAMA_8B = replace(NEMO_2025, tp_overlap="backward", user_buffers=False)
+"""Its recipe turns user buffers off (recipes/llama3_8b.py)."""
+
+NEMO_MIXTRAL = replace(NEMO_2025, tp_overlap="backward", user_buffers=False, expert_streams=1)
 """Its recipes of Mixtral turn user buffers off (recipes/mixtral_8x7b.py) and do not group the products of experts."""
 
-NEMO_QWEN = replace(NEMO_2025, reduce_bytes=4, accumulate_bytes=8, keeps=replace(NEMO_2025.keeps, gradient=4))
-"""Those of Qwen3 leave gradients in float32 (recipes/qwen3.py, recipes/precision/mixed_precision.py)."""
+NEMO_QWEN = replace(NEMO_2025, whole_chunks=False)
+"""Those of Qwen3 turn overlap on after chunks are decided on (scripts/performance/llm/pretrain_qwen3_30b_a3b.py)."""
 
 
 def with_fp8(runtime: Runtime) -> Runtime:

@@ -43,6 +43,8 @@ def memory(
     from hpctrain.config.load import load
     from hpctrain.config.validate import validate
     from hpctrain.layout.activations import ON_CPU, OURS
+    from hpctrain.layout.budget import within_budget
+    from hpctrain.layout.fits import needed
     from hpctrain.layout.layout import Layout
     from hpctrain.layout.phases import fullest, phases
 
@@ -53,22 +55,39 @@ def memory(
         raise ConfigError("--rank", rank, f"there are ranks 0 to {world - 1}", f"use {world - 1} or less")
     layout = Layout.of(config.parallel, world)
     keeps = ON_CPU if measure or config.cluster.device == "cpu" else OURS
+    config, chosen = within_budget(config, layout, keeps)
     said = fullest(config, layout, keeps) if rank is None else phases(config, layout, rank, keeps)
     found = _measure(config, world)[said.rank] if measure else {}
     if picture is not None:
         draw(said, found, picture)
     if as_json:
         plain = {"rank": said.rank, "peak": said.peak, "phases": {n: p.plain() for n, p in said.at.items()}}
-        click.echo(json.dumps({**plain, "measured": found} if measure else plain, indent=2))
+        more = {"measured": found} if measure else {}
+        settled = {"train": config.train.settled()} if chosen else {}
+        click.echo(json.dumps({**plain, **more, **settled}, indent=2))
     else:
+        if chosen:
+            click.echo(chosen)
         for line in lines(said, found):
             click.echo(line)
+        if (building := needed(config, layout, keeps).building) > said.peak and rank is None:
+            click.echo(f"while its engine is built {_gib(building)} GiB, which a run is held against")
 
 
 def _measure(config: RunConfig, world: int) -> Sequence[Mapping[str, int]]:
-    """Of each rank, the most bytes of each phase."""
+    """Of each rank, the most bytes of each phase.
+
+    Raises:
+        ConfigError: the ranks would not fit on this machine.
+    """
+    from hpctrain.config.validate import validate
+    from hpctrain.layout.fits import check_memory
+    from hpctrain.layout.layout import Layout
+    from hpctrain.train.preflight import room_here
     from hpctrain.verify.judge import Local
 
+    here = config.model_copy(update={"cluster": config.cluster.model_copy(update={"device": "cpu"})})
+    check_memory(here, Layout.of(here.parallel, world), room_here(here, world), validate)
     with Local({config.engine}) as local:
         return local.memory(config, world)
 

@@ -61,7 +61,9 @@ def _walk(section: type[BaseModel], prefix: str) -> Iterator[Key]:
         else:
             kind, allowed = _kind(annotation, field)
             allowed = "must be " + allowed + (", or null" if nullable else "")
-            yield Key(path, kind, field.get_default(), allowed, description, nullable)
+            default = field.get_default()
+            default = list(default) if isinstance(default, tuple) else default
+            yield Key(path, kind, default, allowed, description, nullable)
 
 
 def _unwrap(annotation: Any) -> tuple[Any, bool]:

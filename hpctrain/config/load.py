@@ -45,7 +45,7 @@ def load(recipe: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
         first = error.errors(include_url=False, include_context=False)[0]
         path = ".".join(part for part in first["loc"] if isinstance(part, str))  # numbers are places in a list
         value, key = _at(tree, path), keys()[path]
-        fixes = [f"write {_as_list(value)}"] if key.kind == "list" else []
+        fixes = [f"write {_as_list(value, key)}"] if key.kind == "list" else []
         fixes += [] if any(path == g or path.startswith(f"{g}.") for g in given) else [f"change it in {recipe}"]
         allowed = "must be finite" if first["type"] == "finite_number" else key.allowed
         raise ConfigError(path, value, allowed, ", and ".join(fixes)) from None
@@ -162,8 +162,12 @@ def _at(tree: Tree, path: str) -> Any:
     return value
 
 
-def _as_list(value: Any) -> str:
-    """How a list is written: the numbers that were given as text, else an example."""
+def _as_list(value: Any, key: Key) -> str:
+    """How a list is written: the numbers or names that were given as text, else an example."""
+    names = re.findall(r"\w+", key.allowed.partition("each one of ")[2].partition(", or null")[0])
+    if names:
+        given = [name for name in re.findall(r"\w+", str(value)) if name in names]
+        return f"it in brackets and quotes, such as '[{','.join(given or names[:1])}]'"
     numbers = re.findall(r"-?\w+(?:\.\w+)?", str(value)) if isinstance(value, (str, int)) else []
     if not numbers or isinstance(value, bool) or not all(number.isdecimal() for number in numbers):
         numbers = ["3", "1"]

@@ -10,11 +10,14 @@ from __future__ import annotations
 import math
 import os
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
-Count = Annotated[int, Field(ge=1)]
+MOST = 10**12
+"""Of what is counted: above, numbers are slips of the finger, and take for ever to divide or are no float."""
+
+Count = Annotated[int, Field(ge=1, le=MOST)]
 Natural = Annotated[int, Field(ge=0)]
 Fraction = Annotated[float, Field(ge=0.0, lt=1.0)]
 Positive = Annotated[float, Field(gt=0.0)]
@@ -23,6 +26,8 @@ NonNegative = Annotated[float, Field(ge=0.0)]
 
 Precision = Literal["float32", "bf16", "fp16", "float64"]
 CpMethod = Literal["ring", "ulysses"]
+Operation = Literal["core_attn", "layernorm", "activation", "mlp", "moe", "shared_experts"]
+"""What of a layer can be computed again, by Megatron-LM's names (`activation` is its `moe_act`, of dense MLPs too)."""
 
 
 class Section(BaseModel):
@@ -53,8 +58,10 @@ class MoeConfig(Section):
     scale: Positive = Field(1.0, description="Factor on these weights.")
     groups: Count = Field(1, description="Groups the experts are in, consecutive ones in each.")
     top_groups: Count = Field(1, description="Groups that a token's experts come from, the best by two experts each.")
-    shared_ffn: Natural = Field(0, description="Width of an MLP that every token goes through besides; 0 has none.")
-    capacity: Positive | None = Field(
+    shared_ffn: Annotated[int, Field(ge=0, le=MOST)] = Field(
+        0, description="Width of an MLP that every token goes through besides; 0 has none."
+    )
+    capacity: Annotated[float, Field(gt=0.0, le=MOST)] | None = Field(
         None, description="Most tokens of a sample that an expert takes, over the mean; null takes all."
     )
     overflow: Literal["drop", "pad"] = Field(
@@ -352,12 +359,37 @@ class TrainConfig(Section):
     max_skipped: Count = Field(5, description="Non-finite steps in a row after which the job stops.")
     loss_scale: Annotated[float, Field(ge=1.0, le=1e30)] = Field(65536.0, description="fp16: initial loss scale.")
     recompute: Literal["none", "selective", "full"] = Field(
-        "none", description="Activations computed again in backward: none, attention's, or those of every layer."
+        "none",
+        description="Activations computed again in backward: none, those of recompute_ops, or those of whole layers.",
+    )
+    recompute_ops: tuple[Operation, ...] = Field(
+        ("core_attn",),
+        description="Operations of a layer that recompute=selective computes again: core_attn, layernorm (both norms), "
+        "activation (of MLP, experts, shared experts), mlp, moe (with its router and all-to-all), shared_experts.",
     )
     recompute_every: Count = Field(
         1, description="Of each chunk the first layer is computed again, and every so many-th after it; 1 is all."
     )
+    activation_budget: Positive | None = Field(
+        None,
+        description="GiB of a device that activations and logits may take: before the run the cheapest recompute, "
+        "recompute_ops and recompute_every that keep to it on every rank are chosen. null: these are as they are set.",
+    )
     overlap: bool = Field(True, description="Reductions run beside computation where that is exact.")
+
+    @property
+    def recomputation(self) -> tuple[str, tuple[Operation, ...], int]:
+        """All that says what is computed again."""
+        return self.recompute, self.recompute_ops, self.recompute_every
+
+    def settled(self) -> dict[str, Any]:
+        """The same by name."""
+        return dict(zip(("recompute", "recompute_ops", "recompute_every"), self.recomputation))
+
+    def recomputing(self, recompute: str, operations: tuple[Operation, ...], every: int) -> TrainConfig:
+        """The same with another `recomputation`."""
+        changed = {"recompute": recompute, "recompute_ops": operations, "recompute_every": every}
+        return self.model_copy(update=changed)
 
 
 class CheckpointConfig(Section):

@@ -6,17 +6,17 @@ What concerns one setting alone is in the schema.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable
 
 from hpctrain.config.adapters import check_adapters, check_adapters_of
 from hpctrain.config.keys import as_written
-from hpctrain.config.schema import OF_FSDP, RunConfig
+from hpctrain.config.schema import OF_FSDP, RunConfig, TrainConfig
 from hpctrain.errors import ConfigError
 from hpctrain.layout.context import misfit as does_not_split
 from hpctrain.layout.context import multiple
-from hpctrain.layout.layout import Layout
+from hpctrain.layout.layout import Layout, divisors
 from hpctrain.layout.placement import misfit, tp_sizes, zero_misfit
+from hpctrain.layout.recompute import without_effect
 from hpctrain.layout.schedule import ZERO_BUBBLE, make_schedule
 
 Rule = Callable[[RunConfig], None]
@@ -43,7 +43,7 @@ def _experts(config: RunConfig) -> None:
     if moe.top_k > moe.experts:
         _refuse("model.moe.top_k", moe.top_k, f"must be at most model.moe.experts={moe.experts}", "use fewer")
     if moe.experts % moe.groups:
-        allowed = _either(_divisors(moe.experts))
+        allowed = _either(divisors(moe.experts))
         _refuse("model.moe.groups", moe.groups, f"must divide model.moe.experts={moe.experts}", f"use {allowed}")
     if moe.top_groups > moe.groups:
         _refuse("model.moe.top_groups", moe.top_groups, f"must be at most model.moe.groups={moe.groups}", "use fewer")
@@ -65,7 +65,7 @@ def _attention_shape(config: RunConfig) -> None:
     if model.head_dim is None and model.hidden % model.heads:
         _refuse("model.heads", model.heads, f"must divide model.hidden={model.hidden}", "or give model.head_dim")
     if model.heads % model.kv:
-        allowed = _either(_divisors(model.heads))
+        allowed = _either(divisors(model.heads))
         _refuse("model.kv_heads", model.kv_heads, f"must divide model.heads={model.heads}", f"use {allowed}")
 
 
@@ -111,9 +111,29 @@ def _paged(config: RunConfig) -> None:
 
 
 def _recompute(config: RunConfig) -> None:
-    if config.train.recompute == "none" and (every := config.train.recompute_every) != 1:
+    train = config.train
+    if train.activation_budget is not None and train.recomputation != TrainConfig().recomputation:
+        reason = "chooses train.recompute, train.recompute_ops and train.recompute_every, and these are set"
+        _refuse("train.activation_budget", train.activation_budget, reason, "leave them out, or use null")
+    if train.activation_budget is not None and (place := config.sharding.offload.activations) != "none":
+        reason = (
+            f"is of activations that stay on the device, and sharding.offload.activations={place} takes them off it"
+        )
+        _refuse("train.activation_budget", train.activation_budget, reason, "use null, or activations=none")
+    if train.recompute == "none" and (every := train.recompute_every) != 1:
         reason = "says which layers are computed again, and train.recompute=none computes none of them again"
         _refuse("train.recompute_every", every, reason, "use 1, or train.recompute=full or selective")
+    operations = list(train.recompute_ops)
+    if train.recompute != "selective" and train.recompute_ops != TrainConfig().recompute_ops:
+        reason = f"says what train.recompute=selective computes again, and it is {train.recompute}"
+        _refuse("train.recompute_ops", operations, reason, "leave it out, or use train.recompute=selective")
+    if not operations:
+        _refuse("train.recompute_ops", operations, "names nothing", "use train.recompute=none")
+    for operation in operations:
+        if reason := without_effect(config.model, train.recompute_ops, operation):
+            others = [other for other in dict.fromkeys(operations) if other != operation or operations.count(other) > 1]
+            rest = as_written(others or TrainConfig().recompute_ops)
+            _refuse("train.recompute_ops", operations, reason, f"use {rest}")
 
 
 def _offload(config: RunConfig) -> None:
@@ -274,7 +294,7 @@ def _expert_parallel(config: RunConfig, layout: Layout) -> None:
                 _refuse(f"parallel.{axis}", size, "splits experts, and the model has none (model.moe=null)", "use 1")
         return
     if model.moe.experts % layout.ep:
-        allowed = _either(ep for ep in _divisors(model.moe.experts) if world % (ep * layout.etp) == 0)
+        allowed = _either(ep for ep in divisors(model.moe.experts) if world % (ep * layout.etp) == 0)
         _refuse("parallel.ep", layout.ep, f"must divide model.moe.experts={model.moe.experts}", f"use {allowed}")
     if model.expert_width % layout.etp:
         _refuse("parallel.etp", layout.etp, f"must divide the width of an expert, {model.expert_width}", "use 1")
@@ -302,7 +322,7 @@ def _sequence(config: RunConfig, layout: Layout) -> None:
     if cut == "heads":
         heads = config.model.heads // layout.tp
         reason = f"must divide the {heads} heads of a rank (model.heads / tp), which ulysses splits"
-        _refuse("parallel.cp", cp, reason, f"use {_either(_divisors(heads))}, or parallel.cp_method=ring")
+        _refuse("parallel.cp", cp, reason, f"use {_either(divisors(heads))}, or parallel.cp_method=ring")
     if cut == "seq":
         ring = ", twice over in a ring" if parallel.cp_method == "ring" else ""
         reasons = [f"parallel.cp={cp}{ring}"] if cp > 1 else []
@@ -316,7 +336,7 @@ def _replicas(config: RunConfig, layout: Layout) -> None:
     ranks, replicas = layout.dp * layout.cp, config.sharding.replicas
     if ranks % replicas:
         reason = f"must divide the {ranks} ranks of dp x cp, that share the state"
-        _refuse("sharding.replicas", replicas, reason, f"use {_either(_divisors(ranks))}")
+        _refuse("sharding.replicas", replicas, reason, f"use {_either(divisors(ranks))}")
 
 
 def _batch(config: RunConfig, layout: Layout) -> None:
@@ -327,7 +347,7 @@ def _batch(config: RunConfig, layout: Layout) -> None:
     near = [n for n in (batch // group * group, (batch // group + 1) * group) if n]
     fix = f"use {_either(near)}"
     if batch % layout.dp == 0:
-        fits = [m for m in _divisors(batch // layout.dp) if m < micro]
+        fits = [m for m in divisors(batch // layout.dp) if m < micro]
         fix += f", or train.micro_batch={fits[-1]}"
     reason = f"must be a multiple of dp x micro_batch = {layout.dp} x {micro} = {group}"
     _refuse("train.global_batch", batch, reason, fix)
@@ -365,11 +385,6 @@ def _refuse(path: str, value: object, allowed: str, fix: str = "") -> None:
 
 def _shared(config: RunConfig) -> int:
     return config.model.moe.shared_ffn if config.model.moe else 0
-
-
-def _divisors(n: int) -> list[int]:
-    small = [d for d in range(1, math.isqrt(n) + 1) if n % d == 0]
-    return sorted({*small, *(n // d for d in small)})
 
 
 def _either(values: Iterable[int]) -> str:

@@ -8,6 +8,7 @@ so that it crosses nodes. The `dp*cp*tp` ranks of one stage have a second factor
 from __future__ import annotations
 
 import itertools
+import math
 from dataclasses import dataclass
 
 from hpctrain.config.schema import ParallelConfig
@@ -53,7 +54,7 @@ class Layout:
             )
         stage = self.dp * self.cp * self.tp
         if stage % (self.ep * self.etp):
-            sizes = [n for n in range(1, stage // self.etp + 1) if stage // self.etp % n == 0]
+            sizes = divisors(stage // self.etp)
             raise ConfigError(
                 "parallel.ep",
                 self.ep,
@@ -163,3 +164,9 @@ def split(total: int, parts: int, index: int) -> tuple[int, int]:
     """Start and size of part `index` when `total` items are cut as evenly as can be, larger parts first."""
     size, rest = divmod(total, parts)
     return index * size + min(index, rest), size + (index < rest)
+
+
+def divisors(number: int) -> list[int]:
+    """Ascending."""
+    small = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]
+    return sorted({*small, *(number // d for d in small)})

@@ -17,13 +17,13 @@ from functools import cached_property
 from itertools import chain
 from typing import Any, TypeVar
 
-from hpctrain.config.schema import ModelConfig, RunConfig
+from hpctrain.config.schema import ModelConfig, Operation, RunConfig
 from hpctrain.layout.activations import COMPUTE_BYTES, OURS, Activations, Keeps, activations
 from hpctrain.layout.alive import alive
 from hpctrain.layout.buffers import NO_UNITS, Units
 from hpctrain.layout.layout import Layout
 from hpctrain.layout.offload import USUAL, DiskRates, Elsewhere, elsewhere
-from hpctrain.layout.parameters import ParameterSpec, parameter_specs
+from hpctrain.layout.parameters import Cut, ParameterSpec, parameter_specs
 from hpctrain.layout.placement import DENSE, Index, place, tied_copy
 from hpctrain.layout.recompute import forwards
 from hpctrain.layout.schedule import ZERO_BUBBLE
@@ -31,6 +31,13 @@ from hpctrain.layout.shards import replicas_of
 from hpctrain.layout.stages import Stage, stages, stages_of
 from hpctrain.layout.transfers import most_received
 from hpctrain.layout.units import in_gib
+
+WEIGHTED: dict[tuple[Operation, ...], Cut] = {
+    ("mlp",): "ffn",
+    ("moe",): "experts",
+    ("moe", "shared_experts"): "shared_ffn",
+}
+"""The operations with which weights are needed again, by what is cut of those."""
 
 N = TypeVar("N", int, Any)
 """A number, or an array of numbers."""
@@ -213,9 +220,23 @@ def away_of(config: RunConfig, layout: Layout, disk: DiskRates = USUAL, host: in
         host: bytes of memory that a rank may use there.
     """
     most = max(held_by(config, layout), key=lambda of_rank: sum(of_rank.kept))
-    runs = [times for stage in most.stages for times in forwards(config.train, stage.layers).values()]
-    again = sum(runs) / len(runs) - 1 if runs else 0.0
+    again = weights_again(config, most.stages)
     return elsewhere(config, most.kept, 0, 0, 0, micro_batches_of(config, layout), disk, host, again)
+
+
+def weights_again(config: RunConfig, held: Iterable[Stage]) -> float:
+    """Share of the weights of some stages' layers that are needed once more, because their forward runs again."""
+    runs: dict[tuple[Operation, ...], dict[int, int]] = {part: {} for part in ((), *WEIGHTED)}
+    for part, of_layer in runs.items():
+        for stage in held:
+            of_layer |= forwards(config.train, stage.layers, part)
+    layers, all_of_them, again = runs[()], 0, 0
+    for spec in parameter_specs(config.model):
+        if spec.layer in layers:
+            part = next((part for part, cut in WEIGHTED.items() if cut in spec.cuts), ())
+            all_of_them += spec.numel
+            again += spec.numel * (runs[part][spec.layer] - 1)
+    return again / max(1, all_of_them)
 
 
 def _fsdp_state(config: RunConfig, held: dict[int, list[int]]) -> tuple[int, int, int]:

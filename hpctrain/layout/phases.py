@@ -8,19 +8,17 @@ stages receive.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import NamedTuple
 
 from hpctrain.config.schema import RunConfig
-from hpctrain.layout.activations import COMPUTE_BYTES, OURS, Activations, Keeps, activations
+from hpctrain.layout.activations import COMPUTE_BYTES, OURS, Activations, Keeps, activations, inner_columns
 from hpctrain.layout.alive import Alive, alive
 from hpctrain.layout.buffers import Moving, OfFsdp, Plain, of_zero
 from hpctrain.layout.layout import Layout
 from hpctrain.layout.memory import Held, Memory, away_of, held_by, micro_batches_of, spread, state_of
 from hpctrain.layout.parameters import largest_unit
-from hpctrain.layout.placement import cut_of
-from hpctrain.layout.recompute import recomputed
 from hpctrain.layout.shards import replicas_of
 from hpctrain.layout.stages import Stage
 from hpctrain.layout.transfers import most_received
@@ -154,6 +152,10 @@ class _Beside(NamedTuple):
     logits: int
     buffers: int
 
+    def of_activations(self) -> int:
+        """Without buffers."""
+        return self.activations + self.logits
+
 
 def _fullest_moments(
     config: RunConfig, layout: Layout, held: Held, keeps: Keeps, rest: Parts, moving: Moving
@@ -161,17 +163,11 @@ def _fullest_moments(
     """The fullest moments of forwards and of backwards over the rank's list."""
     sizes = [activations(config, layout, stage, keeps) for stage in held.stages]
     received = most_received(layout.pp, layout.chunks) * sizes[0].handed
-    most: dict[tuple[bool, int, bool, Activations, int], _Beside] = {}  # chunks are mostly alike
     found: dict[bool, tuple[int, Alive, _Beside]] = {}
-    for moment in alive(layout, micro_batches_of(config, layout), held.stages[0].home):
-        stage, size = held.stages[moment.chunk], sizes[moment.chunk]
-        alike = moment.forward, len(stage.layers), stage.last, size, moment.backwards
-        if alike not in most:
-            of_kind = _of_forward if moment.forward else _of_backward
-            most[alike] = max(of_kind(config, layout, stage, size, moving, moment.backwards), key=sum)
-        total = moment.kept(sizes) + moving.kept(moment.backwards) + sum(most[alike])
+    for moment, beside in _moments(config, layout, held, sizes, moving, sum):
+        total = moment.kept(sizes) + moving.kept(moment.backwards) + sum(beside)
         if moment.forward not in found or total > found[moment.forward][0]:
-            found[moment.forward] = total, moment, most[alike]
+            found[moment.forward] = total, moment, beside
 
     def parts(moment: Alive, beside: _Beside) -> Parts:
         logits = moment.logits(sizes)
@@ -186,6 +182,33 @@ def _fullest_moments(
     return parts(*found[True][1:]), parts(*found[False][1:])
 
 
+def most_activations(config: RunConfig, layout: Layout, held: Held, keeps: Keeps) -> int:
+    """Most bytes of activations and logits that a rank has at a time."""
+    sizes = [activations(config, layout, stage, keeps) for stage in held.stages]
+    moving = _moving(config, layout, held, state_of(config, layout, held, keeps), keeps)
+    moments = _moments(config, layout, held, sizes, moving, _Beside.of_activations)
+    return max(moment.kept(sizes) + beside.of_activations() for moment, beside in moments)
+
+
+def _moments(
+    config: RunConfig,
+    layout: Layout,
+    held: Held,
+    sizes: Sequence[Activations],
+    moving: Moving,
+    size_of: Callable[[_Beside], int],
+) -> Iterator[tuple[Alive, _Beside]]:
+    """What waits on a rank at a time, and the most there is beside it by some measure."""
+    most: dict[tuple[bool, int, bool, Activations, int], _Beside] = {}  # chunks are mostly alike
+    for moment in alive(layout, micro_batches_of(config, layout), held.stages[0].home):
+        stage, size = held.stages[moment.chunk], sizes[moment.chunk]
+        alike = moment.forward, len(stage.layers), stage.last, size, moment.backwards
+        if alike not in most:
+            of_kind = _of_forward if moment.forward else _of_backward
+            most[alike] = max(of_kind(config, layout, stage, size, moving, moment.backwards), key=size_of)
+        yield moment, most[alike]
+
+
 def _of_forward(
     config: RunConfig, layout: Layout, stage: Stage, size: Activations, moving: Moving, backwards: int
 ) -> Iterator[_Beside]:
@@ -193,9 +216,8 @@ def _of_forward(
     here, layers = entering(config, layout) + moving.waiting(backwards), len(stage.layers)
     if stage.last:
         yield _Beside(0, size.chunk, moving.at_loss() + here)
-    working = _working(config, layout, stage)
     for gone, more in moving.forward(layers, stage.last):
-        there = (working[-1 - gone] if layers else 0) - _of_last(size, gone)
+        there = (size.working[-1 - gone] if layers else 0) - _of_last(size, gone)
         yield _Beside(there, -size.logits, more + here)
 
 
@@ -205,11 +227,12 @@ def _of_backward(
     """Moments of a backward: the loss, and layers, computed again where they are, whose logits are gone."""
     if stage.last:
         yield _Beside(0, size.of_loss + size.chunk, moving.at_loss())
-    flows, layers = flowing(config, layout, stage.last), len(stage.layers)
+    layers = len(stage.layers)
     for gone, more in moving.backward(layers, stage.last, backwards):
         there = spread(layout, size) - _of_last(size, gone)
         if gone < layers:
-            there += size.again[-1 - gone] + flows
+            routed = config.model.routed(stage.layers[-1 - gone])
+            there += size.again[-1 - gone] + flowing(config, layout, stage.last, routed)
         yield _Beside(there, -size.logits, more + entering(config, layout))
 
 
@@ -225,17 +248,9 @@ def entering(config: RunConfig, layout: Layout) -> int:
     return round(2 * tokens * config.model.hidden * COMPUTE_BYTES[config.train.precision]) if layout.sp else 0
 
 
-def flowing(config: RunConfig, layout: Layout, last: bool) -> int:
+def flowing(config: RunConfig, layout: Layout, last: bool, routed: bool) -> int:
     """Bytes of the gradients of activations that a layer's backward works with: that of its output, which stages but
     the last receive, and of its MLP."""
     model, tokens = config.model, config.train.micro_batch * config.data.seq / layout.cp
-    of_token = last * model.hidden + (2 if model.gated else 1) * cut_of(model, "ffn", layout.tp, 0)[1]
+    of_token = last * model.hidden + (2 if model.gated else 1) * inner_columns(config, layout, routed)
     return round(tokens * COMPUTE_BYTES[config.train.precision] * of_token)
-
-
-def _working(config: RunConfig, layout: Layout, stage: Stage) -> list[int]:
-    """Bytes that each layer's forward works with where it keeps none of them: two hidden states, and its MLP."""
-    model, tokens = config.model, config.train.micro_batch * config.data.seq / layout.cp
-    of_token = 2 * model.hidden + (4 if model.gated else 2) * cut_of(model, "ffn", layout.tp, 0)[1]
-    size = round(tokens * COMPUTE_BYTES[config.train.precision] * of_token)
-    return [size * (what == "full") for what in recomputed(config.train, stage.layers).values()]

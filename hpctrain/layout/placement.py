@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from hpctrain.config.schema import ModelConfig
-from hpctrain.layout.layout import EXPERT_AXES, Layout, Ranks, split
+from hpctrain.layout.layout import EXPERT_AXES, Layout, Ranks, divisors, split
 from hpctrain.layout.parameters import Cut, ParameterSpec, parameter_specs, units
 from hpctrain.layout.stages import shares_embedding, stages, stages_of
 
@@ -107,8 +107,7 @@ def misfit(model: ModelConfig, tp: int) -> Cut | None:
 
 def tp_sizes(model: ModelConfig, ranks: int = 0) -> list[int]:
     """Sizes of tp over which every dim can be cut, and that divide `ranks` where it is given."""
-    most = min(ranks or model.heads, model.heads)
-    return [tp for tp in range(1, most + 1) if ranks % tp == 0 and misfit(model, tp) is None]
+    return [tp for tp in divisors(model.heads) if ranks % tp == 0 and misfit(model, tp) is None]
 
 
 def zero_misfit(model: ModelConfig, layout: Layout, stage: int) -> Literal["stage", "pp"] | None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from hpctrain.config.schema import RunConfig
 from hpctrain.layout.activations import COMPUTE_BYTES
@@ -56,7 +57,8 @@ def tensor_traffic(config: RunConfig, layout: Layout, rank: int = 0) -> Traffic:
     With A bytes of an activation [micro_batch, seq, hidden] a micro-batch sends, without sequence parallelism, for
     each layer 4 all-reduces of A; with it, 4 reduce-scatters of A and 6 all-gathers of A / tp, two of which bring
     back the inputs of column-parallel linears that were not kept; a schedule that leaves weights for later has 2 more
-    for output gradients of row-parallel ones. Full recomputation runs forward again, of the layers that it is asked of.
+    for output gradients of row-parallel ones. Full recomputation runs forward again, of the layers that it is asked of,
+    and that of MLPs their half.
     Embedding, head and loss are sent for by the ranks of a pipeline that hold them. Half of a layer's is that of its
     MLP; experts have none of it, and what `_of_routed_layer` says instead, and a shared MLP has it. What is not
     trained, beside adapters, needs no gradient, nor an input for one: `_untrained`.
@@ -80,10 +82,9 @@ def _of_stage(config: RunConfig, layout: Layout, rank: int, stage: Stage) -> Tra
     tokens = train.micro_batch * seq
     whole = Payload(1, tokens * model.hidden * width)
     part = Payload(1, tokens * model.hidden * width // layout.tp)
-    runs, shared = forwards(train, stage.layers), model.moe is not None and model.moe.shared_ffn > 0
-    regions = {i: 1 if model.routed(i) and not shared else 2 for i in stage.layers}  # attention, MLP
-    boundaries = sum(regions.values())  # into a region and out of it again
-    passed = sum(regions[i] * runs[i] for i in stage.layers)  # of these, forward
+    regions = _regions(config, stage)
+    boundaries = len(regions)  # into a region and out of it again
+    passed = sum(region.runs for region in regions)  # of these, forward
     first, last = int(stage.first), int(stage.last)
     sums = Payload()  # of gradients that arise in parts
     for spec in filter(stage.holds, trained_specs(model)):
@@ -109,9 +110,34 @@ def _of_stage(config: RunConfig, layout: Layout, rank: int, stage: Stage) -> Tra
         sums += whole * (passed + boundaries + first + last + left.inputs)
     sums += Payload(1, model.hidden * wide) * left.norms
     for layer in filter(model.routed, stage.layers):
-        of_layer = _of_routed_layer(config, layout, layout.coordinates(rank)["tp"], runs[layer])
+        times = forwards(train, stage.layers, ("moe",))[layer]
+        of_layer = _of_routed_layer(config, layout, layout.coordinates(rank)["tp"], times)
         sums, gathers = sums + of_layer[0], gathers + of_layer[1]
     return {"all_reduce": sums, "all_gather": gathers, "reduce_scatter": scatters}
+
+
+class _Region(NamedTuple):
+    """A stretch of a layer between a column-parallel and a row-parallel linear, and how often it runs forward."""
+
+    layer: int
+    mlp: bool
+    runs: int
+
+
+def _regions(config: RunConfig, stage: Stage) -> list[_Region]:
+    """Of a stage's layers in order: attention's, and that of the MLP or the shared MLP."""
+    model, moe = config.model, config.model.moe
+    of_layer = forwards(config.train, stage.layers)
+    of_mlp = {
+        False: forwards(config.train, stage.layers, ("mlp",)),
+        True: forwards(config.train, stage.layers, ("moe", "shared_experts")),
+    }
+    out = []
+    for i in stage.layers:
+        out.append(_Region(i, False, of_layer[i]))
+        if not model.routed(i) or (moe is not None and moe.shared_ffn):
+            out.append(_Region(i, True, of_mlp[model.routed(i)][i]))
+    return out
 
 
 @dataclass(frozen=True)
@@ -138,14 +164,12 @@ def _untrained(config: RunConfig, layout: Layout, stage: Stage) -> _Untrained:
     model, adapter = config.model, config.model.adapter
     assert adapter is not None
 
-    def fans(layer: int) -> list[tuple[tuple[str, ...], str]]:
-        """The linears of one input, and the one out again, of each boundary of a layer."""
-        dense = not model.routed(layer) or (model.moe is not None and model.moe.shared_ffn)
-        inner = ("gate", "up") if model.gated else ("up",)
-        return [(("q", "k", "v"), "output"), *([(inner, "down")] if dense else [])]
+    def fan(mlp: bool) -> tuple[tuple[str, ...], str]:
+        """The linears of one input, and the one out again, of a region."""
+        return (("gate", "up") if model.gated else ("up",), "down") if mlp else (("q", "k", "v"), "output")
 
-    runs = forwards(config.train, stage.layers)
-    each = [(any(map(adapter.adapts, fan)), adapter.adapts(out), runs[i]) for i in stage.layers for fan, out in fans(i)]
+    fans = [(*fan(region.mlp), region.runs) for region in _regions(config, stage)]
+    each = [(any(map(adapter.adapts, into)), adapter.adapts(out), runs) for into, out, runs in fans]
     columns, rows = sum(into for into, *_ in each), sum(out for _, out, _ in each)
     nothing = (1 + (adapter.dropout > 0 and each[0][0])) if stage.first and each else 0
     return _Untrained(
@@ -190,7 +214,7 @@ def expert_traffic(config: RunConfig, layout: Layout, rank: int = 0) -> dict[str
     """
     model, moe, train = config.model, config.model.moe, config.train
     held = stages_of(model, layout, rank)
-    runs = [times for stage in held for i, times in forwards(train, stage.layers).items() if model.routed(i)]
+    runs = [times for stage in held for i, times in forwards(train, stage.layers, ("moe",)).items() if model.routed(i)]
     if moe is None or not runs:
         return {}
     forward, both = sum(runs), sum(runs) + len(runs)  # passes of a micro-batch
@@ -308,15 +332,16 @@ def context_traffic(config: RunConfig, layout: Layout, rank: int = 0) -> Traffic
 
     With K and Q bytes of the keys and of the queries of a micro-batch that a rank holds of one layer: a ring sends
     2K (keys and values) cp - 1 times forward, and again backward, and as often their gradients in float32 or wider.
-    Ulysses trades Q + 2K and then Q (the output) forward, and the same backward. Recomputation of either kind runs
-    forward again. Routers sum their counts of each sample, and with a capacity gather the choices.
+    Ulysses trades Q + 2K and then Q (the output) forward, and the same backward. Attention that is computed again,
+    alone or with its layer, runs forward again. Routers sum their counts of each sample, and with a capacity gather the
+    choices.
     """
     model, train, held = config.model, config.train, stages_of(config.model, layout, rank)
-    scored = [times for stage in held for times in forwards(train, stage.layers, attention=True).values()]
+    scored = [times for stage in held for times in forwards(train, stage.layers, ("core_attn",)).values()]
     if layout.cp == 1 or not scored:
         return {}
     rounds = train.global_batch // (layout.dp * train.micro_batch)
-    routed = [times for stage in held for i, times in forwards(train, stage.layers).items() if model.routed(i)]
+    routed = [n for stage in held for i, n in forwards(train, stage.layers, ("moe",)).items() if model.routed(i)]
     attention = _of_attention(config, layout, sum(scored) * rounds, len(scored) * rounds)
     return attention | _of_routers(config, layout, sum(routed) * rounds)
 

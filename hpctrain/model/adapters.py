@@ -129,7 +129,8 @@ class AdaptedExperts(Experts):
 
     def __init__(self, experts: Experts, adapter: AdapterConfig, adapts: bool) -> None:
         nn.Module.__init__(self)
-        self.activation, self.inputs, self.adapter, self.adapts = experts.activation, experts.inputs, adapter, adapts
+        self.activation, self.inputs, self.activated = experts.activation, experts.inputs, experts.activated
+        self.adapter, self.adapts = adapter, adapts
         for name in (*experts.inputs, "down"):
             weight = getattr(experts, name)
             number, out, width = weight.shape

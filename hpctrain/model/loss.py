@@ -79,6 +79,7 @@ class _Chunked(torch.autograd.Function):
             if smoothing:
                 torch.sum(x, -1, out=total)
             exps.copy_((x - top[:, None]).exp_().sum(-1))
+            del x
         parts[2].masked_fill_(~mine, 0.0)
         tops, sums, targets, totals = merge(parts).unbind(1)
         peak = tops.amax(0)
@@ -101,6 +102,7 @@ class _Chunked(torch.autograd.Function):
                 grad -= ctx.smoothing / ctx.vocab
             grad.scatter_add_(-1, index[rows, None], -hit[rows, None])
             out.flatten(0, -2)[rows] = grad.mul_(of_token[rows, None])
+            del grad  # else it is there beside the next chunk's
         return out, None, None, None, None, None, None
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -17,23 +17,35 @@ class FanOut(nn.ModuleDict):
         return tuple(linear(x) for linear in self.values())
 
 
+Linear = Callable[[Tensor], Tensor]
+Activated = Callable[[str, Sequence[Tensor], Linear], Tensor]
+
+
+def activated(activation: str, inputs: Sequence[Tensor], down: Linear) -> Tensor:
+    """The second half of an MLP: the activation of the outputs of its first linears, and its last linear."""
+    return down(activate(activation, inputs))
+
+
 class Mlp(nn.Module):
     """SwiGLU, or GELU without a gate.
 
     Args:
         model: its shape.
         width: of what lies between, if not the model's.
+
+    Attributes:
+        activated: `activated`, or what does the same.
     """
 
     def __init__(self, model: ModelConfig, width: int | None = None) -> None:
         super().__init__()
         self.activation, width = model.activation, width or model.ffn_width
+        self.activated: Activated = activated
         self.inputs = FanOut({n: nn.Linear(model.hidden, width, bias=model.bias) for n in input_names(model)})
         self.down: nn.Module = nn.Linear(width, model.hidden, bias=model.bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.down(activate(self.activation, self.inputs(x)))
-        return out
+        return self.activated(self.activation, self.inputs(x), self.down)
 
 
 def input_names(model: ModelConfig) -> tuple[str, ...]:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from hpctrain.config.schema import ModelConfig
 from hpctrain.model.grouped import GroupedLinear, grouped_linear, has_kernel, kernel_linear, room_for, slots_of
-from hpctrain.model.mlp import Mlp, activate, input_names
+from hpctrain.model.mlp import Activated, Mlp, activated, input_names
 from hpctrain.model.router import Router
 
 
@@ -48,12 +48,17 @@ class MoE(nn.Module):
 
 
 class Experts(nn.Module):
-    """Some MLPs of equal width, each for its own rows."""
+    """Some MLPs of equal width, each for its own rows.
+
+    Attributes:
+        activated: as of `Mlp`.
+    """
 
     def __init__(self, model: ModelConfig) -> None:
         super().__init__()
         assert model.moe is not None
         self.activation, self.inputs = model.activation, input_names(model)
+        self.activated: Activated = activated
         experts, hidden, width = model.moe.experts, model.hidden, model.expert_width
         for name in self.inputs:
             self.register_parameter(name, nn.Parameter(torch.empty(experts, width, hidden)))
@@ -82,7 +87,7 @@ class Experts(nn.Module):
 
     def _each(self, x: Tensor, linear: GroupedLinear) -> Tensor:
         inner = [self._through(x, name, linear) for name in self.inputs]
-        return self._through(activate(self.activation, inner), "down", linear)
+        return self.activated(self.activation, inner, lambda rows: self._through(rows, "down", linear))
 
     def _through(self, x: Tensor, name: str, linear: GroupedLinear) -> Tensor:
         """Rows through the matrix of this name of each expert."""

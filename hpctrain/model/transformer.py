@@ -124,13 +124,25 @@ class Layer(nn.Module):
         """Hidden states, and the router's loss where there is one. `valid` [batch, seq]: which tokens count."""
         for site in self.sites:
             site.samples = samples
-        x = x + self.attention_dropout(self.attention(self.attention_norm(x), rope, mask), samples)
-        y, loss = self.mlp_norm(x), None
-        if self.moe is not None:
-            y, loss = self.moe(y, samples, valid)
-        elif self.mlp is not None:
-            y = self.mlp(y)
+        x = x + self.attention_dropout(self.attended(x, rope, mask), samples)
+        y, loss = self.fed_forward(x, samples, valid)
         return x + self.mlp_dropout(y, samples), loss
+
+    def attended(self, x: Tensor, rope: tuple[Tensor, Tensor] | None, mask: Tensor | None) -> Tensor:
+        """What attention adds to the residual, before dropout."""
+        out: Tensor = self.attention(self.attention_norm(x), rope, mask)
+        return out
+
+    def fed_forward(self, x: Tensor, samples: list[int], valid: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """What MLP or experts add to it, before dropout, and the router's loss."""
+        return self.through_mlp(self.mlp_norm(x), samples, valid)
+
+    def through_mlp(self, y: Tensor, samples: list[int], valid: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """The same of normalised hidden states."""
+        if self.moe is not None:
+            out: tuple[Tensor, Tensor | None] = self.moe(y, samples, valid)
+            return out
+        return (y if self.mlp is None else self.mlp(y)), None
 
 
 class Transformer(nn.Module):

@@ -1,85 +1,80 @@
-"""Activation checkpointing (Chen et al., arXiv 1604.06174): activations that backward computes again.
+"""Which modules of a chunk are computed again in backward: `train.recompute` in terms of modules.
 
 Nothing random has to be saved or replayed: dropout masks are a pure function of seed, sample and place.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, TypeVar, cast
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
-from hpctrain.config.schema import TrainConfig
+from hpctrain.config.schema import Operation, TrainConfig
 from hpctrain.layout.recompute import recomputed
+from hpctrain.model.adapters import InputDropout
+from hpctrain.model.mlp import Linear, Mlp, activate
+from hpctrain.model.moe import MoE
 from hpctrain.model.transformer import Layer, Transformer
-from hpctrain.parallel.stash import Kept, Stash
-
-Tensors = TypeVar("Tensors", Tensor, "tuple[Tensor, Tensor | None]")
+from hpctrain.parallel.keeper import Keeper, Tensors, recompute
+from hpctrain.parallel.stash import Stash
 
 
 def apply_recomputation(model: Transformer, train: TrainConfig, stash: Stash | None = None) -> None:
-    """Swap the layers that are computed again, or their attention, for ones that keep only their inputs.
+    """Swap the layers that are computed again, or the named operations of them, for ones that keep only their inputs.
 
     Args:
         model: changed in place.
         train: says which layers, and what of them.
         stash: where what is kept waits, if that is not where it is.
     """
-    layers = dict(model.numbered_layers())
+    assert train.activation_budget is None, "a budget is settled before (`layout/budget.py`)"
+    layers, keeper = dict(model.numbered_layers()), Keeper(stash)
     again = recomputed(train, list(layers))
     for place, (index, layer) in enumerate(layers.items()):
         if again[index] == "full":
-            model.layers[str(index)] = RecomputedLayer(layer, stash, first=place == 0)
+            model.layers[str(index)] = RecomputedLayer(layer, keeper, first=place == 0)
             continue
-        if again[index] == "selective":
-            layer.attention.core = Recomputed(layer.attention.core, stash)
-        if stash is not None:
-            model.layers[str(index)] = StashedLayer(layer, stash, first=place == 0)
+        operations = train.recompute_ops if again[index] == "selective" else ()
+        _recompute_inside(layer, operations, keeper)
+        if stash is not None or "layernorm" in operations:
+            model.layers[str(index)] = KeptLayer(layer, keeper, place == 0, "layernorm" in operations)
 
 
-def recompute(function: Callable[..., Tensors], *inputs: Any, stash: Stash | None = None) -> Tensors:
-    """Call a function without keeping what its backward needs; its backward calls it again first.
+def _recompute_inside(layer: Layer, operations: Collection[Operation], keeper: Keeper) -> None:
+    """Swap modules of a layer for ones that are computed again, none inside another; of norms, `KeptLayer` sees to
+    that."""
+    activation = "activation" in operations
 
-    It returns a tensor or a tuple of them, in which there may be None.
+    def of_mlp(mlp: Mlp, whole: bool) -> Mlp:
+        if activation and not whole:
+            mlp.activated = _activation_again(keeper)
+        return RecomputedMlp(mlp, keeper) if whole else mlp
 
-    Args:
-        stash: where its inputs wait for that, in a layer of its.
-    """
-
-    def called(*inputs: Any) -> Any:
-        out = function(*(x.now() if isinstance(x, Kept) else x for x in inputs))
-        if isinstance(out, Tensor):
-            return _Ahead.apply(out)[0]  # type: ignore[no-untyped-call]
-        return _Ahead.apply(*out)  # type: ignore[no-untyped-call]
-
-    kept = [Kept(x) if stash and isinstance(x, Tensor) and x.requires_grad else x for x in inputs]
-    out = cast(Tensors, checkpoint(called, *kept, use_reentrant=False, preserve_rng_state=False))
-    for x in kept:
-        if stash and isinstance(x, Kept):
-            x.leave(stash)
-    return out
+    if "core_attn" in operations:
+        layer.attention.core = Recomputed(layer.attention.core, keeper)
+    if layer.mlp is not None:
+        layer.mlp = of_mlp(layer.mlp, "mlp" in operations)
+    if layer.moe is None:
+        return
+    if "moe" in operations:
+        layer.moe = RecomputedMoE(layer.moe, keeper)
+        return
+    if activation:
+        layer.moe.experts.activated = _activation_again(keeper)
+    if layer.moe.shared is not None:
+        layer.moe.shared = of_mlp(layer.moe.shared, "shared_experts" in operations)
 
 
-class _Ahead(torch.autograd.Function):
-    """Identity at the end of what is recomputed, which makes that happen before any backward in it begins, and whole.
+def _activation_again(keeper: Keeper) -> Callable[[str, Sequence[Tensor], Linear], Tensor]:
+    def activated(activation: str, inputs: Sequence[Tensor], down: Linear) -> Tensor:
+        """As `hpctrain.model.mlp.activated`."""
+        if not torch.is_grad_enabled():
+            return down(activate(activation, inputs))
+        return keeper.between(lambda *inputs: activate(activation, inputs), down, *inputs)
 
-    PyTorch begins when the first tensor is asked for, in the midst of a module's backward, and ends by an exception
-    in the midst of that module's second forward. ZeRO-3 counts on modules that are left as often as entered: its
-    list of open ones grows for ever. Run to the end from there, it would free parameters whose backward has begun.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, *tensors: Tensor | None) -> tuple[Tensor | None, ...]:
-        ctx.save_for_backward(torch.empty(0))
-        return tuple(None if x is None else x.view_as(x) for x in tensors)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        assert len(ctx.saved_tensors) == 1
-        return grads
+    return activated
 
 
 class RecomputedLayer(Layer):
@@ -87,35 +82,52 @@ class RecomputedLayer(Layer):
 
     Args:
         layer: the module replaced.
-        stash: where the input waits, if it is not to stay.
+        keeper: says what becomes of the input.
         first: of the layers of its chunk.
     """
 
-    def __init__(self, layer: Layer, stash: Stash | None = None, first: bool = True) -> None:
+    def __init__(self, layer: Layer, keeper: Keeper, first: bool = True) -> None:
         nn.Module.__init__(self)
         self.__dict__.update(layer.__dict__)
-        self._stash, self._first = stash, first
+        self._keeper, self._first = keeper, first
 
     def forward(self, *inputs: Any) -> tuple[Tensor, Tensor | None]:
-        if self._stash is None or not torch.is_grad_enabled():
+        stash = self._keeper.stash
+        if stash is None or not torch.is_grad_enabled():
             return recompute(super().forward, *inputs)
-        with self._stash.layer(self._first, inputs):
-            return recompute(super().forward, *inputs, stash=self._stash)
+        with stash.layer(self._first, inputs):
+            return recompute(super().forward, *inputs, keeper=self._keeper)
 
 
-class StashedLayer(Layer):
-    """`Layer` of which what backward needs waits elsewhere. Arguments as for `RecomputedLayer`."""
+class KeptLayer(Layer):
+    """`Layer` of which a keeper says what becomes of what backward needs. Arguments as for `RecomputedLayer`.
 
-    def __init__(self, layer: Layer, stash: Stash, first: bool) -> None:
+    Args:
+        norms: what they return is computed again.
+    """
+
+    def __init__(self, layer: Layer, keeper: Keeper, first: bool, norms: bool) -> None:
         nn.Module.__init__(self)
         self.__dict__.update(layer.__dict__)
-        self._stash, self._first = stash, first
+        self._keeper, self._first, self._norms = keeper, first, norms
 
     def forward(self, *inputs: Any) -> tuple[Tensor, Tensor | None]:
-        if not torch.is_grad_enabled():
+        stash = self._keeper.stash
+        if stash is None or not torch.is_grad_enabled():
             return super().forward(*inputs)
-        with self._stash.layer(self._first, inputs):
+        with stash.layer(self._first, inputs):
             return super().forward(*inputs)
+
+    def attended(self, x: Tensor, rope: tuple[Tensor, Tensor] | None, mask: Tensor | None) -> Tensor:
+        if not self._norms or not torch.is_grad_enabled():
+            return super().attended(x, rope, mask)
+        out: Tensor = self._keeper.between(self.attention_norm, lambda y: self.attention(y, rope, mask), x)
+        return out
+
+    def fed_forward(self, x: Tensor, samples: list[int], valid: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        if not self._norms or not torch.is_grad_enabled():
+            return super().fed_forward(x, samples, valid)
+        return self._keeper.between(self.mlp_norm, lambda y: self.through_mlp(y, samples, valid), x)
 
 
 class Recomputed(nn.Module):
@@ -123,14 +135,56 @@ class Recomputed(nn.Module):
 
     Args:
         module: the one replaced.
-        stash: where the inputs wait, if they are not to stay.
+        keeper: says what becomes of the inputs.
     """
 
-    def __init__(self, module: nn.Module, stash: Stash | None = None) -> None:
+    def __init__(self, module: nn.Module, keeper: Keeper) -> None:
         super().__init__()
-        self.module, self._stash = module, stash
+        assert next(module.parameters(), None) is None, "names of parameters say where they are"
+        self.module, self._keeper = module, keeper
 
     def forward(self, *inputs: Any) -> Tensor:
-        stash = self._stash if torch.is_grad_enabled() else None
-        out: Tensor = recompute(self.module, *inputs, stash=stash)
+        out: Tensor = recompute(self.module, *inputs, keeper=self._keeper)
         return out
+
+
+class RecomputedMlp(Mlp):
+    """`Mlp` of which backward needs the input alone. Arguments as for `Recomputed`."""
+
+    def __init__(self, mlp: Mlp, keeper: Keeper) -> None:
+        nn.Module.__init__(self)
+        self.__dict__.update(mlp.__dict__)
+        self._keeper, self._sites = keeper, _sites(mlp)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return recompute(_of_same_samples(self._sites, super().forward), x, keeper=self._keeper)
+
+
+class RecomputedMoE(MoE):
+    """`MoE` of which backward needs the input alone. Arguments as for `Recomputed`."""
+
+    def __init__(self, moe: MoE, keeper: Keeper) -> None:
+        nn.Module.__init__(self)
+        self.__dict__.update(moe.__dict__)
+        self._keeper, self._sites = keeper, _sites(moe)
+
+    def forward(self, x: Tensor, samples: Sequence[int], valid: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        forward = _of_same_samples(self._sites, super().forward)
+        return recompute(forward, x, samples, valid, keeper=self._keeper)
+
+
+def _sites(module: nn.Module) -> list[InputDropout]:
+    return [site for site in module.modules() if isinstance(site, InputDropout)]
+
+
+def _of_same_samples(sites: Sequence[InputDropout], forward: Callable[..., Tensors]) -> Callable[..., Tensors]:
+    """The forward of a part of a layer, as it would be now. Until it is called again the layer may have told its
+    dropouts of other samples."""
+    seen = [site.samples for site in sites]
+
+    def called(*inputs: Any) -> Tensors:
+        for site, samples in zip(sites, seen):
+            site.samples = samples
+        return forward(*inputs)
+
+    return called

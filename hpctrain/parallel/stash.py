@@ -14,7 +14,7 @@ from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -228,7 +228,7 @@ class Stash:
         opened = _Open(self._shelf, self._least, frame, stay)
         outer, self._open = self._open, opened
         try:
-            with torch.autograd.graph.saved_tensors_hooks(opened.pack, _unpack):
+            with torch.autograd.graph.saved_tensors_hooks(opened.pack, unpack):
                 yield
         finally:
             self._open, self._last = outer, frame
@@ -266,21 +266,13 @@ class _Open:
         self._gone.clear()
 
 
-class Kept:
-    """An input of something that is computed again: there now, and when it is wanted again."""
+class Elsewhere(Protocol):
+    """A tensor that is not there."""
 
-    def __init__(self, tensor: Tensor) -> None:
-        self._tensor: Tensor | Away = tensor
-
-    def leave(self, stash: Stash) -> None:
-        """Let it wait elsewhere until then."""
-        assert isinstance(self._tensor, Tensor)
-        self._tensor = stash.pack(self._tensor)
-
-    def now(self) -> Tensor:
-        """The tensor."""
-        return _unpack(self._tensor)
+    def back(self) -> Tensor:
+        """The tensor again, with its strides."""
 
 
-def _unpack(packed: Tensor | Away) -> Tensor:
-    return packed.back() if isinstance(packed, Away) else packed
+def unpack(packed: Tensor | Elsewhere) -> Tensor:
+    """A tensor, wherever it was."""
+    return packed if isinstance(packed, Tensor) else packed.back()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Iterator
 
 import numpy as np
@@ -11,7 +10,7 @@ import numpy as np
 from hpctrain.config.schema import ParallelConfig, RunConfig
 from hpctrain.errors import ConfigError
 from hpctrain.layout.context import misfit as sequence_misfit
-from hpctrain.layout.layout import Layout
+from hpctrain.layout.layout import Layout, divisors
 from hpctrain.layout.placement import tp_sizes, zero_misfit
 from hpctrain.layout.stages import even
 from hpctrain.plan.links import Machine
@@ -22,12 +21,6 @@ CHUNKS = (2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24)
 MOST_CP = 32
 MOST_DEVICES, MOST_BATCH = 2**24, 2**30
 """What is searched for: above, numbers are slips of the finger."""
-
-
-def divisors(number: int) -> list[int]:
-    """Ascending."""
-    small = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]
-    return sorted({*small, *(number // d for d in small)})
 
 
 def pipelines(config: RunConfig, pp: int) -> Iterator[tuple[str, int]]:

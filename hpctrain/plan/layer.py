@@ -99,9 +99,9 @@ def layer(machine: Machine, work: Work, points: Points, routed: bool) -> Cost:
     if ffn:
         column += _gates(work, device, tokens, ffn / tp, hidden, 1.0, narrow, added)
         row += linear(device, tokens, hidden, ffn / tp, width=narrow, added=added)
-        inputs = 2 if model.gated else 1
-        forward += tokens * ffn / tp * width * (inputs + 1)
-        backward += tokens * ffn / tp * width * (2 * inputs + 1)
+        inputs, passes = (2, (3, 5)) if model.gated else (1, work.runtime.activation_passes)
+        forward += tokens * ffn / tp * width * passes[0]
+        backward += tokens * ffn / tp * width * passes[1]
         wide, own_in, own_out = wide + hidden, own_in + ffn / tp, own_out + inputs * ffn / tp
     if work.dtype == "fp8":
         to_gather = tokens * wide

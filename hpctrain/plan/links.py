@@ -37,6 +37,10 @@ CHANNELS = 0.2
 """Share of a device that collectives keep busy while they run beside computation: NCCL's kernels take a block for each
 channel, up to 24 of 108 SMs on A100 and 24 to 32 of 132 on H100 (NCCL_MAX_NCHANNELS in NCCL's documentation)."""
 
+RING_CHANNELS, MOST_DOUBLED = 2, 16
+"""Channels of collectives between hosts: of a ring through each port, and the most up to which devices that have fp8
+(compute capability 9.0 and later) have twice as many (NCCL, src/graph/connect.cc)."""
+
 STEPS = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1, "all_to_all": 1}
 """Rounds of a ring."""
 
@@ -128,6 +132,15 @@ class Machine:
             return math.inf
         return host.nics.value * host.nic_bandwidth.value / host.devices
 
+    def busy(self, group: Group) -> Array:
+        """Share of a device that collectives of a group keep busy beside computation. Inside a domain it is `CHANNELS`;
+        groups that leave it have as many channels as their ports ask for, and no more."""
+        gpu, host = self.hardware.gpu, self.hardware.host
+        channels = RING_CHANNELS * group.inside * host.nics.value / host.devices
+        if "fp8" in gpu.peak:
+            channels = np.maximum(channels, np.minimum(2 * channels, MOST_DOUBLED))
+        return np.where(group.domains > 1, np.minimum(CHANNELS, channels / gpu.sms.value), CHANNELS)
+
     def collective(self, operation: str, payload: Array, group: Group) -> Array:
         """Seconds of a collective with `payload` bytes put in by each rank (`layout.traffic.Payload`)."""
         best: Array = np.inf
@@ -202,14 +215,21 @@ class Machine:
         fit = min(fits, key=lambda m: m.devices)
         return np.minimum.reduce([line.latency + payload / line.rate for line in fit.lines])
 
-    def _lines(self, link: Link, sent: Array, bandwidth: Array, hops: Array, rounds: int = 1) -> Array:
+    def _lines(
+        self, link: Link, sent: Array, bandwidth: Array, hops: Array, rounds: int = 1, steps: Array = 1
+    ) -> Array:
         """The fastest of a link's lines for so many bytes out of a device and so many seconds of hops.
 
-        A line's latency is that of an all-reduce, which goes around twice (`Link`); what goes around once has half.
+        A line's latency is that of an all-reduce of `link.ranks`, which goes around twice (`Link`); what goes around
+        once has half of the first line's. What others have above it is of filling a ring, step after step.
+
+        Args:
+            steps: from rank to rank until all have what they need.
         """
-        best: Array = np.inf
+        start, best = link.lines[0].latency, np.inf
         for line in link.lines:
-            best = np.minimum(best, line.latency * rounds / 2 + sent / self._rate(line, bandwidth))
+            fill = (line.latency - start) * steps / (STEPS["all_reduce"] * (link.ranks - 1))
+            best = np.minimum(best, start * rounds / 2 + fill + sent / self._rate(line, bandwidth))
         return best + hops
 
     def _rate(self, line: Line, bandwidth: Array) -> Array:
@@ -217,11 +237,13 @@ class Machine:
 
     def _inside(self, operation: str, payload: Array, size: Array) -> list[tuple[str, Array]]:
         """Over the fast link, in one domain. An all-to-all has no ring: NCCL runs up to 8 sends in each block of a
-        kernel (src/include/device.h), so that there is a hop for all and none for each."""
+        kernel (src/include/device.h), so that there is a step for all and none for each."""
         bandwidth = self.hardware.domain.bandwidth.value
-        hops = self.fast.hop * (1 if operation == "all_to_all" else STEPS[operation] * (size - 1))
+        rounds = STEPS[operation]
+        steps = 1 if operation == "all_to_all" else rounds * (size - 1)
         sent = wire(operation, payload, size)  # type: ignore[arg-type]
-        out = [("in-domain ring", self._lines(self.fast, sent, bandwidth, hops, STEPS[operation]))]
+        ring = self._lines(self.fast, sent, bandwidth, self.fast.hop * steps, rounds, steps)
+        out = [("in-domain ring", ring)]
         if operation == "all_reduce" and self.fast.all_reduce is not None:
             rate = self.fast.all_reduce * bandwidth * self.constants.training.collective
             out.append(("in-switch", np.where(size > 4, self.fast.lines[0].latency + payload / rate, np.inf)))

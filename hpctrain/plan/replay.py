@@ -14,7 +14,11 @@ Step = tuple[int, int, int, int, int, int]
 between ranks i and i + 1 is i, that between the last and the first is the last, and -1 is none."""
 
 
-@lru_cache(maxsize=64)
+PROGRAMS = 512
+"""Schedules that are kept ready: a search takes 50 to 70, and studies search again and again. Each is some 0.3 MB."""
+
+
+@lru_cache(maxsize=PROGRAMS)
 def program(name: str, stages: int, chunks: int, micro_batches: int) -> tuple[Step, ...]:
     """All actions of a schedule in an order in which they can be worked out.
 
@@ -22,35 +26,39 @@ def program(name: str, stages: int, chunks: int, micro_batches: int) -> tuple[St
     """
     schedule = make_schedule(name, stages, chunks, micro_batches)
     virtual = schedule.virtual_stages
-    made: dict[int, tuple[int, int]] = {}  # activations by stage and micro-batch, then gradients
     gradients, last = virtual * micro_batches, virtual - 1
+    made = [-1] * (2 * gradients)  # the step of activations by stage and micro-batch, then of gradients
+    ways = [[way(one, other, stages) for other in range(stages)] for one in range(stages)]
+    kinds = {kind: place * virtual for place, kind in enumerate(KINDS)}
     waiting: dict[int, int] = {}
     at = [0] * stages
     out: list[Step] = []
-    needs: tuple[int, ...]
     runnable = list(range(stages))
     while runnable:
         rank = runnable.pop()
         order = schedule.ranks[rank]
-        while at[rank] < len(order):
-            kind, stage, batch = (action := order[at[rank]]).kind, action.stage, action.micro_batch
-            own = stage * micro_batches + batch
+        for action in order[at[rank] :]:
+            kind, stage = action.kind, action.stage
+            own = stage * micro_batches + action.micro_batch
+            one = two = -1
             if kind == "forward":
-                needs = (own - micro_batches,) if stage else ()
+                one = own - micro_batches if stage else -1
             elif kind == "backward_weight":
-                needs = (gradients + own,)
+                one = gradients + own
             else:
-                needs = (own,) if stage == last else (own, gradients + own + micro_batches)
-            missing = next((need for need in needs if need not in made), None)
-            if missing is not None:
+                one, two = own, -1 if stage == last else gradients + own + micro_batches
+            missing = one if one >= 0 and made[one] < 0 else two if two >= 0 and made[two] < 0 else -1
+            if missing >= 0:
                 waiting[missing] = rank
                 break
-            waits = [(made[need][0], way(made[need][1], rank, stages)) for need in needs] + [(-1, -1)] * 2
+            a, b = made[one] if one >= 0 else -1, made[two] if two >= 0 else -1
+            way_a = ways[out[a][0]][rank] if a >= 0 else -1
+            way_b = ways[out[b][0]][rank] if b >= 0 else -1
             if kind != "backward_weight":
-                made[key := own if kind == "forward" else gradients + own] = (len(out), rank)
+                made[key := own if kind == "forward" else gradients + own] = len(out)
                 if (other := waiting.pop(key, None)) is not None:
                     runnable.append(other)
-            out.append((rank, KINDS.index(kind) * virtual + stage, *waits[0], *waits[1]))
+            out.append((rank, kinds[kind] + stage, a, way_a, b, way_b))
             at[rank] += 1
     return tuple(out)
 

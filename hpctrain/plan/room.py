@@ -18,7 +18,7 @@ from hpctrain.layout.layout import Layout
 from hpctrain.layout.memory import state
 from hpctrain.layout.parameters import largest_unit, parameter_specs
 from hpctrain.layout.phases import entering, flowing
-from hpctrain.layout.schedule import ZERO_BUBBLE
+from hpctrain.layout.schedule import ZERO_BUBBLE, make_schedule
 from hpctrain.layout.schedule_claims import claimed_peak
 from hpctrain.layout.stages import Stage
 from hpctrain.layout.units import MIB
@@ -54,7 +54,9 @@ def _of_parts(config: RunConfig, points: Points, keeps: Keeps) -> dict[str, Arra
         expert = activations(at, layout, Stage(1, 0, 0, range(routed, routed + 1), False, False), keeps)
         last = activations(at, layout, Stage(1, 0, 0, range(0), False, True), keeps)
         more = [max(one.passing, expert.passing), last.passing, max(one.left, expert.left), none.handed]
-        ends = [last.logits, last.chunk, entering(at, layout), flowing(at, layout, False), flowing(at, layout, True)]
+        kinds = {model.routed(plain), model.routed(routed)}
+        flows = (max(flowing(at, layout, ends, kind) for kind in kinds) for ends in (False, True))
+        ends = [last.logits, last.chunk, entering(at, layout), *flows]
         rows.append([one.kept - none.kept, expert.kept - none.kept, none.kept, last.kept, *more, *ends])
     names = ("dense", "routed", "none", "last", "passing", "passing_last", "left", "handed")
     of_ends = ("logits", "chunk", "entering", "flowing", "flowing_last")
@@ -72,10 +74,42 @@ def _alive(schedule: str, pp: int, chunks: int, micro_batches: int, rank: int) -
     return claimed_peak(schedule, pp, chunks, micro_batches, rank)
 
 
+MANY = 5
+"""Micro-batches for each rank of a pipeline from which on more of them change nothing of what is under way."""
+
+
+@cache
+def graph_sets(schedule: str, pp: int, chunks: int, micro_batches: int, rank: int) -> int:
+    """Sets of activations that CUDA graphs of a rank have, of one micro-batch of one chunk each: of every chunk as many
+    as it has micro-batches under way at most (Megatron-Core, transformer/cuda_graphs.py: a pool of memory for each)."""
+    number = micro_batches if micro_batches <= MANY * pp else MANY * pp + micro_batches % pp
+    under_way: dict[int, int] = {}
+    most: dict[int, int] = {}
+    for action in make_schedule(schedule, pp, chunks, number).ranks[rank]:
+        if action.kind in ("forward", "backward"):
+            now = under_way.get(action.stage, 0) + (1 if action.kind == "forward" else -1)
+            under_way[action.stage] = now
+            most[action.stage] = max(now, most.get(action.stage, 0))
+    return sum(most.values())
+
+
+USER_BUFFERS, OF_SUMS = 10, 4
+"""Buffers that TransformerEngine has for tp's communication, each of the hidden states of all ranks of tp, and those of
+them that stay in half precision with fp8 (pytorch/module/base.py, initialize_ub)."""
+
+
+def _communicated(config: RunConfig, points: Points, runtime: Runtime) -> Array:
+    """Bytes of user buffers."""
+    hidden = points.micro_batch * config.data.seq / points.cp * config.model.hidden
+    narrow = runtime.keeps.operands or 2
+    size = hidden * (OF_SUMS * 2 + (USER_BUFFERS - OF_SUMS) * narrow)
+    return np.where((points.tp > 1) & runtime.user_buffers, size, 0.0)
+
+
 def weights_besides(machine: Machine, work: Work) -> float:
     """Bytes of a weight that products in fp8 need beside it in half precision: it is there in fp8 as it is and, where
     the device's products want that, transposed (TransformerEngine keeps both between micro-batches). Where weights are
-    kept in fp8 alone, less what half precision would take."""
+    kept in fp8 alone, less what half precision would take. Embedding and head stay as they are."""
     if work.dtype != "fp8":
         return 0.0
     return machine.hardware.gpu.fp8_copies.value - (2.0 if work.runtime.fp8_parameters else 0.0)
@@ -182,7 +216,8 @@ def room(config: RunConfig, points: Points, runtime: Runtime = OWN, besides: flo
             last = any(stage[3] & 2 for stage in mine)
             if last:
                 kept[-1] = kept[-1] - part["none"] + part["last"]
-            alive = np.array([_alive(name, pp, chunks, int(m), rank) for m in number[some]], dtype=float)
+            under_way = graph_sets if runtime.graphs else _alive
+            alive = np.array([under_way(name, pp, chunks, int(m), rank) for m in number[some]], dtype=float)
             mean = sum(kept) / len(kept)
             if runtime.buffers:
                 live = alive * mean + _fullest(config, at, part, last, below)
@@ -190,7 +225,10 @@ def room(config: RunConfig, points: Points, runtime: Runtime = OWN, besides: flo
                 live = alive * mean + np.maximum(part["passing"], part["passing_last"] * last)
             if last and runtime.defers and pp > 1:
                 live = live + np.minimum(number[some], runtime.defers) * _waiting(config, at)
-            live = live + 2.0 * part["handed"] * (pp > 1)
+            live = live + 2.0 * part["handed"] * (pp > 1) + _communicated(config, at, runtime)
+            if runtime.graphs:  # each is captured after a run outside of its pool, where the loss has its memory later
+                warm = np.maximum(part["dense"], part["routed"]) - (part["last"] - part["none"]) * last
+                live = live + np.maximum(0.0, warm)
             for stage in np.unique(at.stage):
                 rows = at.stage == stage
                 separate = compute < 4 or stage > 0
@@ -205,7 +243,7 @@ def room(config: RunConfig, points: Points, runtime: Runtime = OWN, besides: flo
                         stays = optimizer * (at.offload == 0), gradients * ((at.offload == 0) | (stage < 3))
                         there, in_step = _buffers(config, at, int(stage), numel, *stays)
                         moment = np.maximum(live + there, in_step)
-                    held = weights + gradients + optimizer - moved + besides * numel + frozen + moment
+                    held = weights + gradients + optimizer - moved + besides * (numel - ends / at.tp) + frozen + moment
                     device[some[chosen]] = np.maximum(device[some[chosen]], held[chosen])
                     away[some[chosen]] = np.maximum(away[some[chosen]], moved[chosen])
     return device, away

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from hpctrain.config.schema import OF_FSDP, RunConfig
+from hpctrain.config.keys import as_written
+from hpctrain.config.schema import OF_FSDP, RunConfig, TrainConfig
 from hpctrain.config.validate import validate
 from hpctrain.errors import ConfigError
 from hpctrain.layout.fits import needed
@@ -195,9 +196,16 @@ def priced(config: RunConfig, machine: Machine, devices: int, work: Work) -> Pla
 
 def _all_alike(config: RunConfig) -> None:
     """Refuse what has no price where a layer's is taken to be that of all like it."""
-    if (every := config.train.recompute_every) > 1:
+    train = config.train
+    if (every := train.recompute_every) > 1:
         reason = "has no price here: of all layers the same is taken to be computed again"
         raise ConfigError("train.recompute_every", every, reason, "use 1")
+    if train.recompute_ops != (usual := TrainConfig().recompute_ops):
+        reason = "has no price here: of a layer nothing, core attention or all is taken to be computed again"
+        raise ConfigError("train.recompute_ops", list(train.recompute_ops), reason, f"use {as_written(usual)}")
+    if (budget := train.activation_budget) is not None:
+        reason = "has no price here: train.recompute is what it searches for"
+        raise ConfigError("train.activation_budget", budget, reason, "use null")
 
 
 HELD = {

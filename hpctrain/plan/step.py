@@ -89,6 +89,7 @@ def zero3(machine: Machine, work: Work, points: Points, numel: Array, cost: Cost
     """
     runtime = work.runtime
     group = machine.group(points.dp * points.cp, points.tp)
+    share = machine.busy(group)
     if runtime.one_port:
         group = replace(
             group, inside=np.minimum(group.inside, machine.hardware.host.devices / machine.hardware.host.nics.value)
@@ -96,13 +97,40 @@ def zero3(machine: Machine, work: Work, points: Points, numel: Array, cost: Cost
     gather = machine.collective("all_gather", numel * work.weight_width / group.size, group)
     reduce = machine.collective("reduce_scatter", numel * runtime.reduce_bytes, group)
     on, again = (points.stage == 3) & (group.size > 1), 1.0 * (points.reshard == 1)
-    forward = hidden_part(gather, cost.forward.total)
-    backward = hidden_part(gather * again + reduce, cost.backward.total)
+    forward = hidden_part(gather, cost.forward.total, share)
+    backward = hidden_part(gather * again + reduce, cost.backward.total, share)
     return np.where(on, forward, 0.0), np.where(on, backward, 0.0)
 
 
-def reduced(machine: Machine, work: Work, points: Points, numel: Array, over: str) -> tuple[Array, Array]:
-    """Seconds of reducing gradients of `numel` elements of a rank, and of gathering weights that ZeRO updated."""
+@dataclass(frozen=True)
+class Exchange:
+    """Once a step over ranks that hold the same parameters: seconds of reducing gradients and of gathering the weights
+    that ZeRO updated; of both the part that has nothing to run beside, the last that is reduced and the first that is
+    gathered; and the share of a device that they take."""
+
+    summed: Array
+    gathered: Array
+    alone: Array
+    share: Array
+
+    def __add__(self, other: Exchange) -> Exchange:
+        """One after the other."""
+        whole, mine = self.summed + other.summed, self.summed / np.maximum(self.summed + other.summed, 1e-12)
+
+        def mean(one: Array, two: Array) -> Array:
+            return one * mine + two * (1 - mine)
+
+        gathered = self.gathered + other.gathered
+        return Exchange(whole, gathered, mean(self.alone, other.alone), mean(self.share, other.share))
+
+
+def exchanged(machine: Machine, work: Work, points: Points, numel: Array, alone: Array, over: str) -> Exchange:
+    """That of `numel` elements of a rank.
+
+    Args:
+        alone: of these, elements that are reduced last.
+        over: dp, or edp of experts.
+    """
     if over == "dp":
         group = machine.group(points.dp * points.cp, points.tp)
     else:
@@ -115,7 +143,12 @@ def reduced(machine: Machine, work: Work, points: Points, numel: Array, over: st
     rounds = np.where((stage == 2) & (not work.runtime.scattered), points.micro_batches(work), 1)
     gathered = machine.collective("all_gather", numel * work.weight_width / np.maximum(1, group.size), group)
     sharded = (stage == 1) | (stage == 2)
-    return np.where(stage < 3, summed * rounds, 0.0), np.where(sharded, gathered, 0.0)
+    return Exchange(
+        np.where(stage < 3, summed * rounds, 0.0),
+        np.where(sharded, gathered, 0.0),
+        np.minimum(1.0, alone / np.maximum(numel, 1)),
+        machine.busy(group),
+    )
 
 
 def optimizer(machine: Machine, work: Work, points: Points, numel: Array, expert: Array) -> tuple[Array, Array]:
@@ -230,24 +263,39 @@ def everything_else(
     micro-batch's backward takes `backward` seconds.
 
     Gradients are whole after the last micro-batch. Of interleaved chunks all but one have had it a group of
-    micro-batches before the end, or more.
+    micro-batches before the end, or more. Gradients that are last, of the embedding and of the layers that are reduced
+    with it, have nothing to be reduced beside, and their weights nothing to be gathered beside.
     """
-    chunks = np.where(points.schedule == NAMES.index("interleaved"), points.chunks, 1)
-    backward = backward * (1 + (points.pp - 1) * (chunks - 1) / chunks)
+    runtime, interleaved = work.runtime, points.schedule == NAMES.index("interleaved")
+    chunks = np.where(interleaved, points.chunks, 1)
+    whole = interleaved & runtime.whole_chunks
+    beside = backward * (1 + (points.pp - 1) * (chunks - 1) / chunks - whole / chunks)
     share = sum(map(work.model.routed, range(work.model.layers))) / work.model.layers
     ends = cost.numel_ends / np.where((points.pp == 1) | work.model.tied, 1, 2)  # embedding, or head
-    numel = layers * ((1 - share) * cost.numel_dense + share * cost.numel_routed) + ends
-    expert = layers * share * cost.numel_expert
-    summed, gathered = reduced(machine, work, points, numel, "dp")
+    own = layers * ((1 - share) * cost.numel_dense + share * cost.numel_routed)
+    embedding = cost.numel_ends / (1 if work.model.tied else 2)
+
+    def last(numel: Array) -> Array:
+        return np.where(whole, numel / chunks, np.minimum(numel, runtime.bucket))
+
+    done = exchanged(machine, work, points, own + ends, last(own) + embedding, "dp")
     if work.model.moe:
-        more = reduced(machine, work, points, expert, "edp")
-        summed, gathered = summed + more[0], gathered + more[1]
+        expert = layers * share * cost.numel_expert
+        done = done + exchanged(machine, work, points, expert, last(expert), "edp")
+    on_device, away = optimizer(machine, work, points, own + ends, expert if work.model.moe else 0.0)
+    summed, gathered = done.summed, done.gathered
+    if runtime.dp_overlap:
+        summed = partly_hidden(summed, beside, summed * done.alone, done.share)
+    if runtime.gather_overlap:
+        update = np.minimum(gathered * done.alone, whole * on_device * (1 - 1 / chunks))  # of the other chunks
+        gathered = partly_hidden(gathered, beside / 2 + update, gathered * done.alone - update, done.share)
     if work.model.tied and work.model.adapter is None:  # both ends hold the embedding and sum its gradient
         pair = machine.group(np.where(points.pp > 1, 2, 1), points.tp * points.cp * points.dp)
-        summed = summed + machine.collective("all_reduce", ends * work.runtime.reduce_bytes, pair)
-    if work.runtime.dp_overlap:
-        summed = hidden_part(summed, backward)
-    if work.runtime.gather_overlap:
-        gathered = hidden_part(gathered, backward / 2)
-    on_device, away = optimizer(machine, work, points, numel, expert)
+        summed = summed + machine.collective("all_reduce", ends * runtime.reduce_bytes, pair)
     return {"dp": summed + gathered, "optimizer": on_device, "offload": away}
+
+
+def partly_hidden(time: Array, beside: Array, alone: Array, share: Array) -> Array:
+    """`hidden_part` of communication of which so many seconds have nothing to run beside."""
+    shown = np.maximum(alone, time - beside)
+    return shown + share * (time - shown)

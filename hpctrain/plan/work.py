@@ -37,6 +37,7 @@ class Runtime:
         one_port: ZeRO 3's collectives leave a host by one of its ports, as a ring of one channel does.
         expert_streams: products of a rank's experts that run beside each other; 0: one kernel for all of them.
         fused: gate and up projections of an MLP are one product.
+        activation_passes: times that an MLP without a gate passes over its inner numbers, forward and backward.
         fp8_gathers: with products in fp8, tp gathers their inputs in fp8 (user buffers).
         fp8_norms: with products in fp8, norms before linears write their results in fp8.
         fp8_parameters: with products in fp8, weights are kept and gathered in fp8 alone.
@@ -45,6 +46,11 @@ class Runtime:
         reduce_bytes: of an element of a gradient when it is reduced.
         accumulate_bytes: moved for an element of a weight's gradient that is added to what there is.
         loss_bytes: read and written for a logit by cross-entropy, forward and backward.
+        bucket: elements of gradients that are reduced together, and of weights that are gathered together.
+        whole_chunks: interleaved chunks are each reduced whole, and the first is gathered beside the update of others.
+        graphs: layers are CUDA graphs: each chunk has as many sets of activations as it ever has micro-batches under
+            way, and none of them is another's.
+        user_buffers: ten buffers of the whole hidden states for tp's communication, six of them in fp8 with it.
         even_stages: virtual stages have equal layers, embedding and head counting as one each where they have to.
         slack: memory that no model counts, bytes: CUDA context, NCCL's buffers.
         fragments: share of a device's memory that its allocator keeps without use.
@@ -62,6 +68,7 @@ class Runtime:
     one_port: bool = False
     expert_streams: int = 0
     fused: bool = False
+    activation_passes: tuple[int, int] = (2, 3)
     fp8_gathers: bool = False
     fp8_norms: bool = False
     fp8_parameters: bool = False
@@ -70,6 +77,10 @@ class Runtime:
     reduce_bytes: int = 4
     accumulate_bytes: int = 8
     loss_bytes: int = 32
+    bucket: float = 2.0**23
+    whole_chunks: bool = False
+    graphs: bool = False
+    user_buffers: bool = False
     even_stages: bool = False
     slack: float = 3 * 2**30
     fragments: float = 0.08

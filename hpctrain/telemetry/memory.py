@@ -80,7 +80,7 @@ def cgroup_available(proc: Path = PROC_CGROUP, root: Path = CGROUP_ROOT) -> int 
         root: where they are mounted.
     """
     try:
-        entries = [row.split(":", 2) for row in proc.read_text().splitlines()]
+        entries = [row.split(":", 2) for row in proc.read_text(errors="surrogateescape").splitlines()]
     except OSError:
         return None
     left: list[int] = []
@@ -102,12 +102,20 @@ def _left(mount: Path, path: str, limit: str, usage: str, cache: str) -> list[in
         folder = mount / group
         try:
             most, used = int((folder / limit).read_text()), int((folder / usage).read_text())
-            stat = dict(row.split() for row in (folder / "memory.stat").read_text().splitlines())
         except (OSError, ValueError):  # no such group, or its limit is "max"
             continue
-        if most < UNLIMITED:
-            out.append(max(most - used + int(stat.get(cache, 0)), 0))
+        if 0 <= most < UNLIMITED:
+            out.append(max(most - used + _stat(folder / "memory.stat", cache), 0))
     return out
+
+
+def _stat(path: Path, name: str) -> int:
+    """A number of a group's statistics; 0 where they do not say it."""
+    try:
+        rows = [row.split() for row in path.read_text().splitlines()]
+        return next((int(row[1]) for row in rows if row[0] == name), 0)
+    except (OSError, ValueError, IndexError):
+        return 0
 
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3

@@ -14,7 +14,8 @@ from hpctrain.config.schema import RunConfig
 from hpctrain.config.validate import validate
 from hpctrain.data.dataset import open_dataset
 from hpctrain.errors import CheckpointError, ConfigError
-from hpctrain.layout.fits import Room, check_memory
+from hpctrain.layout.budget import checked
+from hpctrain.layout.fits import Room
 from hpctrain.layout.layout import Layout
 from hpctrain.telemetry.memory import host_memory
 from hpctrain.train.finished import finished
@@ -100,15 +101,25 @@ PROCESS = 320 << 20
 def room_here(config: RunConfig, world: int) -> Room:
     """What a rank of a run on this machine may use: of memory, under the limits of control groups, and of the disk
     that it offloads to. What a GPU has is for the ranks to say."""
-    host = max(0, host_memory().bytes // world - PROCESS)
-    disk = None
-    if config.sharding.offload.on_disk:
-        folder = config.sharding.offload.folder
-        if not folder.is_dir():
-            raise ConfigError("sharding.offload.path", str(folder), "is no folder", "make it, or name one on a disk")
-        disk = shutil.disk_usage(folder).free // world
+    host, disk = max(0, host_memory().bytes // world - PROCESS), disk_here(config, world)
     apart = config.cluster.device == "cuda" or (config.cluster.device == "auto" and Path("/dev/nvidiactl").exists())
     return Room(1 << 62, host, disk) if apart else Room(host, None, disk)
+
+
+def disk_here(config: RunConfig, ranks: int) -> int | None:
+    """Free bytes of the disk that a run offloads to, or would, for each of so many ranks; None where there is none.
+
+    Raises:
+        ConfigError: it offloads to a disk, and its folder is none.
+    """
+    offload = config.sharding.offload
+    if offload.folder.is_dir():
+        return shutil.disk_usage(offload.folder).free // ranks
+    if offload.on_disk:
+        raise ConfigError(
+            "sharding.offload.path", str(offload.folder), "is no folder", "make it, or name one on a disk"
+        )
+    return None
 
 
 def check_here(config: RunConfig, world: int) -> None:
@@ -118,7 +129,7 @@ def check_here(config: RunConfig, world: int) -> None:
         ConfigError: says what there is too little of, and what would fit.
     """
     if not finished(config):
-        check_memory(config, Layout.of(config.parallel, world), room_here(config, world))
+        checked(config, Layout.of(config.parallel, world), room_here(config, world), validate)
 
 
 def check_node(config: RunConfig, memory: int, gpus: bool) -> None:
@@ -135,7 +146,7 @@ def check_node(config: RunConfig, memory: int, gpus: bool) -> None:
     cluster = config.cluster
     host = max(0, memory // cluster.gpus_per_node - PROCESS)
     room = Room(1 << 62, host) if gpus and cluster.device != "cpu" else Room(host)
-    check_memory(config, Layout.of(config.parallel, cluster.nodes * cluster.gpus_per_node), room)
+    checked(config, Layout.of(config.parallel, cluster.nodes * cluster.gpus_per_node), room, validate)
 
 
 def check_folder(config: RunConfig) -> None:

@@ -95,6 +95,7 @@ def rank_main(settings: dict[str, Any], console: bool) -> Summary:
         session = open_session(
             config, world.device, identity.world, identity.local_world, world.meter, world.group_timeout_s
         )
+        config = session.config
         # Meanwhile the other ranks wait for the first one, and no longer than for anything else.
         wait_s = min(WAIT_S, cluster.timeout_s / 2) if slurm_job(os.environ) else 0.0
         lock = tenancy.held(wait_s, hold)
@@ -117,6 +118,8 @@ def rank_main(settings: dict[str, Any], console: bool) -> Summary:
         sinks.write(
             event("start", before, f"{layout}, {engine_in_words(config)}, on {world.device.type}, in {folder}", **facts)
         )
+        if session.chosen:
+            sinks.write(event("recompute", before, session.chosen))
         if config.sharding.offload.state and config.engine == "deepspeed":
             sinks.write(event("offload", before, offload_in_words(session)))
         life = Life(identity.key, before)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -11,10 +10,12 @@ import torch
 from hpctrain.checkpoint.collective import Found
 from hpctrain.checkpoint.verify import Verdict
 from hpctrain.config.schema import RunConfig
+from hpctrain.config.validate import validate
 from hpctrain.data.batches import Batches
 from hpctrain.data.dataset import Dataset, batches, open_dataset
+from hpctrain.layout.budget import checked
 from hpctrain.layout.context import spans
-from hpctrain.layout.fits import Room, check_memory
+from hpctrain.layout.fits import Room
 from hpctrain.layout.layout import Layout
 from hpctrain.layout.placement import replica_groups
 from hpctrain.parallel.agree import everywhere
@@ -25,8 +26,9 @@ from hpctrain.parallel.pipeline import Pipeline
 from hpctrain.sharding.build import build_engine, takes_values
 from hpctrain.sharding.engine import Engine
 from hpctrain.telemetry.flops import Throughput, flops_per_token, peak_flops
-from hpctrain.telemetry.memory import available_memory, host_memory
+from hpctrain.telemetry.memory import UNLIMITED, available_memory, host_memory
 from hpctrain.telemetry.meter import Meter
+from hpctrain.train.preflight import disk_here
 
 
 @dataclass
@@ -34,7 +36,7 @@ class Session:
     """One rank's parts of a run.
 
     Attributes:
-        config: of the run.
+        config: of the run, its recomputation settled.
         mesh: this rank's view of all ranks.
         engine: model, optimizer and their state.
         pipeline: runs micro-batches through the engine's chunks.
@@ -42,6 +44,7 @@ class Session:
         validation: the same of the part kept for it; None where there is none.
         data: what both read.
         throughput: turns step times into rates.
+        chosen: what a budget of activations has settled, in words; empty where there is none.
         refused: checkpoints that were stepped over when the run began.
         base: what a fine-tuning stands on.
         may_save: raises where the run folder is no longer this run's; asked before every save.
@@ -55,6 +58,7 @@ class Session:
     validation: Batches | None
     data: Dataset
     throughput: Throughput
+    chosen: str = ""
     refused: tuple[Verdict, ...] = ()
     base: Found | None = None
     may_save: Callable[[], None] = lambda: None
@@ -80,12 +84,12 @@ def open_session(
 
     Raises:
         DataError: the corpus is not there, damaged, too small or of another vocabulary.
-        ConfigError: the run does not fit in memory.
+        ConfigError: the run does not fit in memory, or in the budget of its activations.
     """
     layout = Layout.of(config.parallel, world)
     mesh = build_mesh(layout, device, replica_groups(config.model, layout), timeout_s, meter)
     data = everywhere(lambda: open_dataset(config, cached=True), mesh.world)
-    check_memory(config, layout, _room_of_a_rank(config, mesh, sharing))
+    config, chosen = checked(config, layout, _room_of_a_rank(config, mesh, sharing), validate)
 
     def read(training: bool) -> Batches:
         kept = spans(config.parallel.cp_method, config.data.seq, mesh.cp.size, mesh.cp.index)
@@ -102,17 +106,18 @@ def open_session(
         validation=read(False) if data.validation else None,
         data=data,
         throughput=_throughput(config, mesh),
+        chosen=chosen,
     )
 
 
 def _room_of_a_rank(config: RunConfig, mesh: Mesh, sharing: int) -> Room:
     """What the rank with the least may use: of its device, and of its share of the host's memory and disk."""
-    apart, offload = mesh.device.type == "cuda", config.sharding.offload
-    host = host_memory().bytes // sharing
+    apart, host = mesh.device.type == "cuda", host_memory().bytes // sharing
     device = available_memory(mesh.device).bytes if apart else host
-    disk = shutil.disk_usage(offload.folder).free // sharing if offload.on_disk else 0
-    least = [min(of_all) for of_all in zip(*gather_objects((device, host, disk), mesh.world))]
-    return Room(least[0], least[1] if apart else None, least[2] if offload.on_disk else None)
+    disk = everywhere(lambda: disk_here(config, sharing), mesh.world)
+    free = UNLIMITED if disk is None else disk
+    least = [min(of_all) for of_all in zip(*gather_objects((device, host, free), mesh.world))]
+    return Room(least[0], least[1] if apart else None, least[2])
 
 
 def _throughput(config: RunConfig, mesh: Mesh) -> Throughput:

@@ -35,6 +35,7 @@ OWN = (
     "cluster.",
     "train.micro_batch",
     "train.recompute",
+    "train.activation_budget",
     "train.overlap",
     "train.loss_scale",
 )

@@ -36,6 +36,7 @@ def measured(settings: dict[str, Any], device: torch.device = CPU) -> dict[str, 
         device: where this rank computes.
     """
     config = RunConfig.model_validate(settings)
+    assert config.train.activation_budget is None, "a budget is settled before (`layout/budget.py`)"
     world = dist.get_world_size() if dist.is_initialized() else 1
     layout = Layout.of(config.parallel, world)
     with LiveBytes() as live:

@@ -13,11 +13,13 @@ import torch
 import torch.distributed as dist
 
 from hpctrain.config.schema import RunConfig
+from hpctrain.config.validate import validate
 from hpctrain.errors import LaunchError
 from hpctrain.files import write_whole
 from hpctrain.launch.life.identity import ALONE, detect
 from hpctrain.launch.rank.bootstrap import process_group
-from hpctrain.layout.fits import Room, check_memory
+from hpctrain.layout.budget import checked
+from hpctrain.layout.fits import Room
 from hpctrain.layout.layout import Layout
 from hpctrain.layout.placement import replica_groups
 from hpctrain.model.batch import Batch
@@ -66,7 +68,7 @@ def run(
     layout = Layout.of(config.parallel, world)
     sharing = 1 if device.type == "cuda" else config.cluster.gpus_per_node
     host = host_memory().bytes // config.cluster.gpus_per_node if device.type == "cuda" else None
-    check_memory(config, layout, Room(available_memory(device).bytes // sharing, host))
+    config = checked(config, layout, Room(available_memory(device).bytes // sharing, host), validate).config
     mesh = build_mesh(
         layout, device, replica_groups(config.model, layout), timeout_s or config.cluster.timeout_s, meter
     )

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import torch
 
-from hpctrain.config.schema import RunConfig
+from hpctrain.config.schema import ParallelConfig, RunConfig, ShardingConfig
+from hpctrain.config.validate import validate
+from hpctrain.errors import ConfigError
 from hpctrain.layout.fits import check_memory
 from hpctrain.layout.layout import Layout
 from hpctrain.layout.parameters import parameter_specs, saved_shapes, trained_specs
@@ -29,7 +31,7 @@ def reference(config: RunConfig, steps: int) -> Trace:
     Raises:
         ConfigError: it does not fit in this machine's memory.
     """
-    check_memory(config, Layout(), available_memory(torch.device("cpu")).bytes)
+    check_memory(_plain(config), Layout(), available_memory(torch.device("cpu")).bytes, _as_it_is)
     options = config.optimizer
     model = _model(config)
     named, biases = dict(model.named_parameters()), give_biases(model, torch.device("cpu"))
@@ -61,6 +63,19 @@ def reference(config: RunConfig, steps: int) -> Trace:
     saved = saved_shapes(config.model)
     trace.weights = {n: p.detach().clone() for n, p in {**named, **biases}.items() if n in saved}
     return trace
+
+
+def _plain(config: RunConfig) -> RunConfig:
+    """The run as it is here: in one process, with no engine, and nothing computed again."""
+    train = config.train.model_copy(update={"recompute": "none", "recompute_every": 1})
+    return config.model_copy(update={"parallel": ParallelConfig(), "sharding": ShardingConfig(), "train": train})
+
+
+def _as_it_is(config: RunConfig, world: int) -> None:
+    """Refuse what would change nothing here."""
+    validate(config, world)
+    if config.train.recompute != "none":
+        raise ConfigError("train.recompute", config.train.recompute, "the reference computes nothing again")
 
 
 def _model(config: RunConfig) -> Transformer:

@@ -37,7 +37,10 @@ def test_show_prints_what_can_be_loaded_again(tmp_path: Path) -> None:
             "error: recipe='gpt-tin': no recipe and no file has this name; the nearest recipe is gpt-tiny.\n",
         ),
         (["gpt-tiny", "tp=2"], "error: tp='2': there is no such key; the nearest is parallel.tp.\n"),
-        (["gpt-tiny", "train.steps=2.5"], "error: train.steps=2.5: must be an integer, at least 1.\n"),
+        (
+            ["gpt-tiny", "train.steps=2.5"],
+            "error: train.steps=2.5: must be an integer, at least 1 and at most 1e+12.\n",
+        ),
     ],
 )
 def test_show_refuses_in_one_sentence(arguments: list[str], words: str) -> None:

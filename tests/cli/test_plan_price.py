@@ -66,6 +66,15 @@ def test_recomputing_some_layers_is_refused(command: str) -> None:
     assert refused.exit_code == 2 and "train.recompute_every=2: has no price here" in refused.stderr
 
 
+@pytest.mark.parametrize("command", ["", "explain "])
+@pytest.mark.parametrize(
+    "setting", ["train.recompute=selective train.recompute_ops=[mlp]", "train.activation_budget=20.0"]
+)
+def test_recomputing_operations_is_refused(command: str, setting: str) -> None:
+    refused = invoke(f"{command}llama-8b --gpus 16 {setting}")
+    assert refused.exit_code == 2 and "has no price here" in refused.stderr and refused.stderr.count("\n") <= 2
+
+
 def test_explain_says_what_bounds_and_how_collectives_go() -> None:
     out = run("explain gpt-175b --cluster dgx-a100 train.recompute=full")
     assert "gpt-175b on 1536 x NVIDIA A100-SXM4-80GB: tp=8 pp=8 dp=24 1f1b mb=1 recompute=full zero=1" in out
@@ -155,7 +164,7 @@ def test_a_cluster_of_unknown_links_says_the_nearest(tmp_path: Path) -> None:
 def test_slips_of_the_finger_are_answered_at_once(tmp_path: Path) -> None:
     for line, words in (
         ("llama-8b --gpus 99999999999999992", "gpus=99999999999999992: plans are for 16,777,216 at most"),
-        (f"llama-8b --gpus 8 train.global_batch={10**23}", "plans are for 1,073,741,824 at most"),
+        (f"llama-8b --gpus 8 train.global_batch={10**11}", "plans are for 1,073,741,824 at most"),
         ("llama-8b --gpus 8 --write /proc/nothing/x.yaml", "--write='/proc/nothing': cannot be made"),
     ):
         assert words in invoke(line).stderr

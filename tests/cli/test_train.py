@@ -14,8 +14,15 @@ import pytest
 from click.testing import CliRunner
 
 from hpctrain.cli import main
+from hpctrain.config.load import load
 from hpctrain.data.build import build
 from hpctrain.data.sources import list_sources
+from hpctrain.layout.activations import ON_CPU
+from hpctrain.layout.budget import Way, ways
+from hpctrain.layout.layout import Layout
+from hpctrain.layout.memory import held_by
+from hpctrain.layout.phases import most_activations
+from hpctrain.layout.units import GIB
 
 TINY = [
     *("model.layers=1", "model.hidden=16", "model.heads=2", "model.max_seq=32", "data.seq=32"),
@@ -175,6 +182,29 @@ def test_train_resume_generate(corpus, tmp_path):
     ]
     assert [t.returncode for t in texts] == [0, 0], texts[1].stderr
     assert texts[0].stdout == texts[1].stdout and texts[0].stdout.startswith("to be")
+
+
+def test_a_budget_is_settled_before_the_run(corpus, tmp_path):
+    """It is said in a line, the run's configuration has what was chosen, and goes on as any other."""
+    size = ["parallel.tp=1", "cluster.gpus_per_node=1", "cluster.device=cpu", "train.activation_budget=1"]
+    arguments = [f"data.corpus={corpus}", f"folder={tmp_path}", *TINY, "model.layers=3", *size]
+    config, layout = load("gpt-tiny", arguments), Layout()
+    peaks = [
+        most_activations(way.of(config), layout, held_by(config, layout)[0], ON_CPU)
+        for way in ways(config, layout)
+        if way.train.recompute != "full"
+    ]
+    budget = f"train.activation_budget={(min(peaks) + max(peaks)) / 2 / GIB!r}"
+    done = command("train", "gpt-tiny", *arguments, budget)
+    assert done.returncode == 0, done.stderr
+    (line,) = (line for line in done.stdout.splitlines() if " chose " in line)
+    settled = load(tmp_path / "gpt-tiny" / "config.yaml")
+    assert settled.train.activation_budget is None and settled.train.recompute == "selective"
+    assert Way(settled.train, 0).settings() in line
+    again = command("train", str(tmp_path / "gpt-tiny" / "config.yaml"), "train.steps=5")
+    assert again.returncode == 0 and "step 5/5" in again.stdout and " chose " not in again.stdout
+    refused = command("train", "gpt-tiny", *arguments, "name=other", "train.activation_budget=1e-6")
+    assert refused.returncode == 2 and "error: train.activation_budget=1e-06: activations and " in refused.stderr
 
 
 @pytest.mark.parametrize("setting", ["cluster.health=true", "cluster.spares=1"])

@@ -19,6 +19,7 @@ from hpctrain.layout.layout import Layout
 from hpctrain.layout.memory import estimate
 from hpctrain.layout.parameters import parameter_specs
 from hpctrain.layout.placement import DENSE, EXPERT, placements
+from hpctrain.layout.recompute import INSIDE
 from hpctrain.layout.traffic import (
     context_traffic,
     data_bytes,
@@ -82,11 +83,13 @@ def drawn(draw: st.DrawFn) -> tuple[RunConfig, int]:
     parallel |= dict(schedule=schedule, chunks=chunks) if pp > 1 else {}
     parallel |= dict(sp=draw(st.booleans()) and tp > 1, cp_method=draw(st.sampled_from(["ring", "ulysses"])))
     recompute = draw(st.sampled_from(["none", "selective", "full"]))
+    operations = draw(st.lists(st.sampled_from(list(INSIDE)), min_size=1, max_size=4, unique=True))
     train = dict(
         precision=draw(st.sampled_from(["float32", "bf16", "fp16", "float64"])),
         micro_batch=draw(few),
         global_batch=16,
         recompute=recompute,
+        recompute_ops=operations if recompute == "selective" else ["core_attn"],
         recompute_every=draw(few) if recompute != "none" else 1,
     )
     model = SMALL | dict(moe=draw(st.sampled_from(MOES)), tied=draw(st.booleans()))

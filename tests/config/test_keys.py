@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from pydantic import BaseModel
 
-from hpctrain.config.keys import keys, suggestion
+from hpctrain.config.keys import as_written, keys, suggestion
 from hpctrain.config.load import load
 from hpctrain.config.schema import RunConfig
 from hpctrain.errors import ConfigError
@@ -28,9 +28,9 @@ def test_paths_are_those_of_a_configuration() -> None:
 @pytest.mark.parametrize(
     ("path", "kind", "default", "allowed"),
     [
-        ("parallel.tp", "int", 1, "must be an integer, at least 1"),
+        ("parallel.tp", "int", 1, "must be an integer, at least 1 and at most 1e+12"),
         ("sharding.stage", "int", 0, "must be an integer, at least 0 and at most 3"),
-        ("model.kv_heads", "int", None, "must be an integer, at least 1, or null"),
+        ("model.kv_heads", "int", None, "must be an integer, at least 1 and at most 1e+12, or null"),
         ("optimizer.beta1", "float", 0.9, "must be a number, at least 0 and below 1"),
         ("model.norm", "choice", "rmsnorm", "must be one of rmsnorm, layernorm"),
         ("parallel.sp", "bool", False, "must be true or false"),
@@ -45,7 +45,7 @@ def test_limits_in_words(path: str, kind: str, default: object, allowed: str) ->
 def test_every_default_is_accepted_and_every_stranger_refused(path: str) -> None:
     key = keys()[path]
     if key.default is not None:
-        text = str(key.default).lower() if key.kind == "bool" else str(key.default)
+        text = as_written(key.default)
         load("llama-8b", [f"{path}={text}"])
     if not key.raw:
         with pytest.raises(ConfigError, match=r"must be"):

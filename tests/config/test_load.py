@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hpctrain.config.load import dump, load, recipes
-from hpctrain.config.schema import OptimizerConfig, ParallelConfig, RopeScaling, RunConfig
+from hpctrain.config.schema import MOST, OptimizerConfig, ParallelConfig, RopeScaling, RunConfig
 from hpctrain.errors import ConfigError
 
 
@@ -72,6 +72,8 @@ def test_optional_section(recipe: Path) -> None:
         ("parallel.tp=2.5", "parallel.tp", 2.5, "an integer, at least 1"),
         ("parallel.tp=two", "parallel.tp", "two", "an integer"),
         ("parallel.tp=0", "parallel.tp", 0, "at least 1"),
+        (f"data.seq={10**400}", "data.seq", 10**400, "at most 1e+12"),
+        ("model.moe.capacity=1e308", "model.moe.capacity", 1e308, "at most 1e+12"),
         ("parallel.tp=[2]", "parallel.tp", [2], "an integer"),
         ("parallel.tp=[2", "parallel.tp", "[2", "an integer"),
         ("train.steps=true", "train.steps", True, "an integer"),
@@ -220,7 +222,7 @@ def test_dump_of_a_recipe_reads_back(name: str, tmp_path: Path) -> None:
 @given(
     name=st.from_regex(r"\A[A-Za-z0-9][A-Za-z0-9._-]{0,8}\Z"),
     lr=st.floats(min_value=0, exclude_min=True, allow_infinity=False),
-    tp=st.integers(1, 2**40),
+    tp=st.integers(1, MOST),
 )
 def test_dump_reads_back(tmp_path_factory: pytest.TempPathFactory, name: str, lr: float, tp: int) -> None:
     config = RunConfig(name=name, optimizer=OptimizerConfig(lr=lr), parallel=ParallelConfig(tp=tp))

@@ -12,6 +12,63 @@ from hpctrain.errors import ConfigError
 # 300 steps, tp 2), ranks, the setting blamed, words of the sentence, overrides that mend it
 CASES = [
     ("train.recompute_every=2", 2, "train.recompute_every", "computes none of them again", "train.recompute=full"),
+    ("train.recompute_ops=[mlp]", 2, "train.recompute_ops", "and it is none", "train.recompute=selective"),
+    (
+        "train.recompute=selective train.recompute_ops=[]",
+        2,
+        "train.recompute_ops",
+        "nothing",
+        "train.recompute_ops=[mlp]",
+    ),
+    (
+        "train.recompute=selective train.recompute_ops=[moe,mlp]",
+        2,
+        "train.recompute_ops",
+        "there are no experts; use [mlp]",
+        "train.recompute_ops=[mlp]",
+    ),
+    (
+        "train.recompute=selective train.recompute_ops=[mlp,activation]",
+        2,
+        "train.recompute_ops",
+        "names activation, which is in mlp",
+        "train.recompute_ops=[mlp]",
+    ),
+    (
+        "model.moe.experts=4 train.recompute=selective train.recompute_ops=[mlp]",
+        2,
+        "train.recompute_ops",
+        "all layers have experts",
+        "model.moe.dense_layers=1",
+    ),
+    (
+        "train.recompute=selective train.recompute_ops=[layernorm,layernorm]",
+        2,
+        "train.recompute_ops",
+        "layernorm twice",
+        "train.recompute_ops=[layernorm]",
+    ),
+    (
+        "train.activation_budget=1 train.recompute=full",
+        2,
+        "train.activation_budget",
+        "and these are set; leave them out, or use null",
+        "train.activation_budget=null",
+    ),
+    (
+        "train.activation_budget=1 train.recompute_every=2",
+        2,
+        "train.activation_budget",
+        "are set",
+        "train.recompute_every=1",
+    ),
+    (
+        "train.activation_budget=1 sharding.offload.activations=cpu",
+        2,
+        "train.activation_budget",
+        "activations=cpu takes them off it",
+        "sharding.offload.activations=none",
+    ),
     ("parallel.pp=8", 16, "parallel.pp", "there are 4", "parallel.pp=4"),
     ("parallel.pp=8", 16, "parallel.pp", "parallel.stage_layers", "model.layers=8"),
     ("parallel.chunks=2", 2, "parallel.chunks", "no effect without a pipeline", "parallel.chunks=1"),
@@ -369,6 +426,15 @@ def test_rule(overrides: str, world: int, path: str, words: str, mend: str) -> N
 
 
 @pytest.mark.parametrize(
+    ("given", "example"), [("mlp", "[mlp]"), ("[attention]", "[core_attn]"), ("[mlp,norm]", "[mlp]")]
+)
+def test_a_list_of_names_is_shown_as_it_is_written(given: str, example: str) -> None:
+    with pytest.raises(ConfigError, match="each one of core_attn, layernorm") as caught:
+        load("llama-tiny", [f"train.recompute_ops={given}"])
+    assert f"write it in brackets and quotes, such as '{example}'" in str(caught.value)
+
+
+@pytest.mark.parametrize(
     ("overrides", "world"),
     [
         ("", 2),
@@ -376,6 +442,8 @@ def test_rule(overrides: str, world: int, path: str, words: str, mend: str) -> N
         ("parallel.tp=1", 1),
         ("parallel.sp=true train.recompute=full", 2),
         ("parallel.sp=true parallel.tp=4 train.recompute=selective sharding.stage=3", 4),
+        ("train.recompute=selective train.recompute_ops=[core_attn,layernorm,activation]", 2),
+        ("train.activation_budget=0.5 parallel.pp=2", 4),
         ("parallel.tp=4", 4),  # kv_heads=2 fewer than tp: replicated
         ("model.kv_heads=null", 2),
         ("model.head_dim=64 model.heads=3 model.kv_heads=1 parallel.tp=1", 2),

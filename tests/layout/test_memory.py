@@ -7,10 +7,11 @@ import pytest
 from hpctrain.config.load import load
 from hpctrain.config.schema import RunConfig
 from hpctrain.layout.activations import activation_bytes
+from hpctrain.layout.activations import activations as activations_of
 from hpctrain.layout.layout import Layout
 from hpctrain.layout.memory import Memory, away_of, estimate
 from hpctrain.layout.parameters import parameter_specs
-from hpctrain.layout.units import GIB
+from hpctrain.layout.units import GIB, in_gib
 
 # The 22B model of "Reducing Activation Recomputation in Large Transformer Models" (arXiv 2205.05198), tables 3 and 5.
 GPT_22B = (
@@ -82,6 +83,21 @@ def test_weights_on_a_disk_are_read_again_for_the_layers_that_are_computed_again
         assert full == none * 3 / 2 and some - none == pytest.approx(share * (full - none), abs=1)
 
 
+def test_of_operations_those_with_weights_read_them_again() -> None:
+    """llama-tiny: an MLP has 3 x 344 of the rows of 128 of a layer, attention 128 + 2 x 64 + 128, and norms 2."""
+
+    def read(more: str) -> int:
+        state = "sharding.stage=3 sharding.offload.params=nvme parallel.tp=1 train.micro_batch=4 train.global_batch=16"
+        return away_of(*of(f"{state} {more}", 2, "llama-tiny")).read
+
+    none, full, norms, mlps = (read(f"train.recompute={more}") for more in (
+        "none", "full", "selective train.recompute_ops=[core_attn,layernorm,activation]",
+        "selective train.recompute_ops=[layernorm,mlp]",
+    ))  # fmt: skip
+    assert norms == none
+    assert (mlps - none) / (full - none) == pytest.approx(3 * 344 / (3 * 344 + 3 * 128 + 2), rel=1e-6)
+
+
 def test_selective_recomputation_keeps_keys_and_values_once() -> None:
     """llama-8b, 32 heads over 8 of keys and values, bf16: 24 heads of 128 less of each, but for one layer."""
     less, none = (of(f"parallel.tp=1 train.precision=bf16 train.recompute={r}", 8, "llama-8b")[0] for r in
@@ -151,6 +167,35 @@ def test_context_parallelism_shards_state_over_all_its_ranks() -> None:
     assert (whole.weights, whole.gradients, whole.optimizer) == (parts.weights, parts.gradients, parts.optimizer)
 
 
+@pytest.mark.parametrize(
+    ("more", "tp", "outputs"),
+    [
+        ("", 1, 4 * 32 + 2 * 2 * 32 + 128 + 2 * 344 + 128),
+        ("parallel.tp=2", 2, 2 * 32 + 2 * 32 + 128 + 2 * 172 + 128),
+        ("parallel.tp=2 parallel.sp=true", 2, 2 * 32 + 2 * 32 + 64 + 2 * 172 + 64),
+        ("model.adapter.targets=[q,down]", 1, 4 * 32 + 128),
+        ("model.activation=gelu model.adapter.targets=[mlp]", 1, 344 + 128),
+    ],
+)
+def test_dora_keeps_what_its_magnitudes_are_multiplied_with(more: str, tp: int, outputs: int) -> None:
+    """float32, 4 heads of 32 over 2 of keys and values, 4 layers."""
+    dora, lora = (
+        activation_bytes(*of(f"parallel.tp=1 model.adapter.kind={kind} {more}", tp, "llama-tiny"))
+        for kind in ("dora", "lora")
+    )
+    assert dora - lora == 4 * outputs * 4 * 16 * 256
+
+
+def test_an_mlp_that_is_computed_again_spares_what_its_magnitudes_are_multiplied_with() -> None:
+    """Those of attention stay: 4 heads of 32 over 2 of keys and values, and 128 columns of its output."""
+
+    def kept(kind: str) -> int:
+        more = f"parallel.tp=1 model.adapter.kind={kind} train.recompute=selective train.recompute_ops=[mlp]"
+        return activations_of(*of(more, 1, "llama-tiny")).kept
+
+    assert kept("dora") - kept("lora") == 4 * (4 * 32 + 2 * 2 * 32 + 128) * 4 * 16 * 256
+
+
 def test_experts_by_hand() -> None:
     """A token in float32, of moe-tiny without groups of heads: 2 of 8 experts 172 wide, and what a capacity changes."""
     base = "data.document_mask=false train.micro_batch=1 data.seq=1 model.kv_heads=4"
@@ -162,7 +207,7 @@ def test_experts_by_hand() -> None:
         )
         return two - one
 
-    attention, router = 4 * 128 + 4 * 128, 128 + 3 * 8
+    attention, router = 4 * 128 + 4 * 128, 3 * 8
     sent, inner, returned = 2 * 128, 2 * 4 * 172, 2 * 128
     assert layer() == layer("model.moe.capacity=2") == 4 * (attention + router + sent + inner + returned)
     assert layer("model.moe.capacity=0.5") == 4 * (attention + router + (sent + inner) // 2 + returned)
@@ -223,6 +268,21 @@ def test_building_counts_where_it_is_more(stage: int, fragment: int) -> None:
     there = memory.weights + memory.optimizer + (memory.gradients if stage == 3 else 0)
     assert memory.building == there + 8 * fragment
     assert memory.total == (memory.training if stage == 1 else memory.building)
+
+
+@pytest.mark.parametrize(
+    ("size", "text"),
+    [
+        (0, "0"),
+        (1, "0.000000000931"),
+        (88064, "0.000082"),
+        (GIB, "1"),
+        (100 * GIB - 1, "100"),
+        (1234567 * GIB, "1,234,567"),
+    ],
+)
+def test_gib_have_three_digits_and_no_exponent(size: int, text: str) -> None:
+    assert in_gib(size) == text
 
 
 def test_description() -> None:

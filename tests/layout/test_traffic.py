@@ -20,6 +20,19 @@ CASES: list[dict[str, Any]] = [
     dict(tp=2, world=2, model=dict(layers=3), train=dict(recompute="full", recompute_every=2, micro_batch=1)),
     dict(tp=2, world=2, train=dict(recompute="selective"), model=dict(dropout=0.1)),
     dict(
+        tp=2,
+        world=2,
+        train=dict(recompute="selective", recompute_ops=["layernorm", "mlp"], recompute_every=2),
+        model=dict(layers=3),
+    ),
+    dict(
+        tp=2,
+        world=2,
+        model=dict(adapter=dict(kind="dora", rank=3, dropout=0.1), layers=3),
+        train=dict(recompute="selective", recompute_ops=["core_attn", "layernorm", "mlp"], recompute_every=2),
+    ),
+    dict(tp=2, world=2, train=dict(recompute="selective", recompute_ops=["layernorm", "activation"])),
+    dict(
         tp=4,
         world=4,
         model=dict(adapter=dict(kind="dora", rank=3, dropout=0.1), bias=True, layers=3),

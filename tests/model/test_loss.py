@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from hpctrain.model import loss as module
 from hpctrain.model.batch import IGNORED
 from hpctrain.model.loss import CrossEntropy
+from hpctrain.telemetry.live import LiveBytes
 
 
 class Results(TorchDispatchMode):
@@ -62,3 +63,17 @@ def test_logits_are_never_whole_in_float32(monkeypatch: pytest.MonkeyPatch) -> N
     large = [t for t in results.made if t.numel() > 1000]
     assert {t.dtype for t in large} == {torch.bfloat16}, "beside chunks there are logits and their gradient"
     assert sum(t.numel() * t.element_size() for t in kept) < 2.1 * logits.numel(), "the logits, and few numbers a token"
+
+
+@pytest.mark.parametrize(("dtype", "copies"), [(torch.float32, 1), (torch.bfloat16, 2)])
+def test_one_chunk_is_there_at_a_time(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, copies: int) -> None:
+    """Besides the logits' gradient: one of 8 in float32, and what it is made of if that is another tensor."""
+    monkeypatch.setattr(module, "CHUNK_OF_CPU", 100 * 501)
+    logits = torch.randn(2, 400, 501, dtype=dtype, requires_grad=True)
+    with LiveBytes() as live:
+        loss = CrossEntropy()(logits, torch.randint(501, (2, 400)))
+        forward, before, live.peak = live.peak - logits.nbytes, live.now(), 0
+        loss.backward()
+    chunk, of_tokens = 100 * 501 * 4, 10 * 800 * 4
+    assert chunk * copies <= forward < chunk * copies + 2 * of_tokens
+    assert chunk * copies <= live.peak - before - logits.nbytes < chunk * copies + of_tokens

@@ -16,7 +16,7 @@ from hpctrain.config.schema import ModelConfig, MoeConfig
 from hpctrain.model.grouped import ALIGNED, grouped_linear, kernel_linear, room_for, slots_of
 from hpctrain.model.moe import LocalDispatch, MoE, by_expert
 from hpctrain.model.router import Capacity, Load
-from hpctrain.parallel.recompute import recompute
+from hpctrain.parallel.keeper import recompute
 from tests.model.naive_moe import naive
 
 BASE: dict[str, Any] = dict(experts=6, top_k=2, ffn=7, aux_loss=0.3, z_loss=0.05)

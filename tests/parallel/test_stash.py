@@ -23,15 +23,16 @@ def disk(tmp_path: Path) -> Path:
 
 
 def config_of(
-    folder: Path, place: str, recompute: str, stage: int = 0, layers: int = 3, every: int = 1, **settings: Any
+    folder: Path, place: str, recompute: Any, stage: int = 0, layers: int = 3, every: int = 1, **settings: Any
 ) -> Any:
     offload = {"activations": place} | ({"path": str(folder)} if place == "nvme" else {})
     precision = "float32" if stage else "float64"
+    named = {} if isinstance(recompute, str) else {"recompute": "selective", "recompute_ops": recompute}
     return make_config(
         model=WIDE | {"layers": layers},
         data={"seq": 96},
         parallel=settings,
-        train={"precision": precision, "micro_batch": 2, "recompute": recompute, "recompute_every": every},
+        train={"precision": precision, "micro_batch": 2, "recompute": recompute, "recompute_every": every} | named,
         sharding={"stage": stage, "bucket_mib": 0.05, "offload": offload},
     )
 
@@ -45,9 +46,12 @@ def config_of(
         ("nvme", "none", 3, {}),
         ("cpu", "selective", 0, {"pp": 2}),
         ("nvme", "full", 0, {"pp": 2, "every": 2}),
+        ("cpu", ("layernorm", "activation"), 0, {"tp": 2}),
+        ("nvme", ("core_attn", "layernorm", "mlp"), 0, {"pp": 2}),
+        ("cpu", ("layernorm", "activation"), 3, {}),
     ],
 )
-def test_is_bit_equal(ranks: Any, disk: Path, place: str, recompute: str, stage: int, settings: dict[str, int]) -> None:
+def test_is_bit_equal(ranks: Any, disk: Path, place: str, recompute: Any, stage: int, settings: dict[str, int]) -> None:
     away, here = (
         assemble(c, ranks(2, run, c, 2))
         for c in (config_of(disk, p, recompute, stage, **settings) for p in (place, "none"))

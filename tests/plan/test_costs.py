@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -16,9 +17,9 @@ from hpctrain.plan.constants import Constants, Line, Link, Measured, Profile, Tr
 from hpctrain.plan.gemm import FEED, FILL, NORM, Device, gemm
 from hpctrain.plan.goodput import goodput, interval
 from hpctrain.plan.hardware import hardware
-from hpctrain.plan.links import Group, Machine
+from hpctrain.plan.links import CHANNELS, Group, Machine
 from hpctrain.plan.played import price
-from hpctrain.plan.step import ADAM_BYTES
+from hpctrain.plan.step import ADAM_BYTES, partly_hidden
 from hpctrain.plan.work import Points, Runtime, Work
 from hpctrain.telemetry.flops import flops_per_token
 
@@ -60,6 +61,19 @@ def test_collectives_in_a_domain_are_rings() -> None:
     assert seconds(machine, "all_gather", 1e9, group) == pytest.approx(7e9 / 450e9)
     assert seconds(machine, "reduce_scatter", 8e9, group) == pytest.approx(7e9 / 450e9)
     assert seconds(machine, "all_reduce", 8e9, Group(1, 1, 1)) == 0
+
+
+def test_latency_is_of_the_steps_of_a_ring() -> None:
+    """Above the first line's: 14 steps of an all-reduce of 8 ranks, 7 of a gather, 1 of a gather of 2, 1 of sends."""
+    lines = (Line(latency=1e-5, rate=1e-9), Line(latency=1.5e-4, rate=1.0))
+    links = {"nvlink4": Link(lines=lines, hop=0, source="test"), "infiniband-ndr": plain().net}
+    machine = Machine(hardware("dgx-h100"), Constants(matmul={}, links=links, training=plain().constants.training))
+    message = 1e3
+    for operation, size, expected in (
+        ("all_reduce", 8, 1e-5 + 14e-5), ("all_gather", 8, 0.5e-5 + 7e-5), ("all_gather", 2, 0.5e-5 + 1e-5),
+        ("all_to_all", 8, 0.5e-5 + 1e-5),
+    ):  # fmt: skip
+        assert seconds(machine, operation, message, Group(size, size, size)) == pytest.approx(expected, rel=1e-3)
 
 
 @pytest.mark.parametrize(
@@ -223,6 +237,35 @@ def test_recomputation_adds_a_forward() -> None:
 def test_overlap_leaves_the_units_it_takes() -> None:
     assert layer.hidden_part(np.array(1.0), np.array(4.0)) == pytest.approx(0.2)
     assert layer.hidden_part(np.array(5.0), np.array(4.0)) == pytest.approx(1 + 0.8)
+
+
+def test_collectives_between_hosts_take_units_by_their_ports() -> None:
+    """Of 8, 2 and 1 ranks of each H100 host: 16, 8 and 4 channels; of A100 hosts 16, 4 and 2. Inside: as many as go."""
+    for cluster, channels in (("dgx-h100", (16, 8, 4)), ("dgx-a100", (16, 4, 2))):
+        machine = Machine(hardware(cluster), constants())
+        sms = machine.hardware.gpu.sms.value
+        busy = [float(machine.busy(Group(4 * inside, inside, 32))) for inside in (8, 2, 1)]
+        assert busy == pytest.approx([number / sms for number in channels])
+        assert float(machine.busy(Group(8, 8, 8))) == CHANNELS > busy[0]
+
+
+def test_what_is_reduced_last_runs_beside_nothing() -> None:
+    free, cut = partly_hidden(2.0, 10.0, 0.5, 0.1), partly_hidden(2.0, 1.0, 0.5, 0.1)
+    assert free == pytest.approx(0.5 + 0.15) and cut == pytest.approx(1.0 + 0.1)
+
+
+def test_whole_chunks_are_reduced_later_than_buckets() -> None:
+    """Of four interleaved chunks of a rank the last is reduced alone: a quarter of its layers, and the embedding."""
+    model, layout = load("llama-8b").model, Layout(pp=4, dp=16, schedule="interleaved", chunks=4)
+    layout = replace(layout, stage_layers=(2,) * 16)
+    machine, own = Machine(hardware("dgx-h100"), constants()), Runtime(scattered=True, bucket=2.0**20)
+    works = [Work(model, 8192, 256, "bf16", replace(own, whole_chunks=whole)) for whole in (False, True)]
+    times = [price(machine, work, layout, Points.one(layout, 1, stage=1)) for work in works]
+    numel = sum(spec.numel for spec in parameter_specs(model) if spec.layer is not None) / 4
+    group = machine.group(np.array(16), np.array(1))
+    alone = machine.collective("reduce_scatter", 4 * (numel / 4 - 2.0**20), group)
+    more = times[1].at(0)["dp"] - times[0].at(0)["dp"]
+    assert more == pytest.approx(float(alone * (1 - machine.busy(group))), rel=0.05)
 
 
 def test_fp8_halves_products_and_adds_casts() -> None:

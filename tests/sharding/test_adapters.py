@@ -10,8 +10,10 @@ from typing import Any
 
 import pytest
 
-from hpctrain.config.schema import RunConfig
+from hpctrain.config.schema import OffloadConfig, RunConfig
+from hpctrain.layout.parameters import trained_specs
 from tests.adapting import Trace, adapted, assemble, compare, reference, run
+from tests.training import make_mesh
 
 MODELS: dict[str, dict[str, Any]] = {
     "lora": dict(kind="lora", model=dict(tied=True)),
@@ -60,3 +62,25 @@ def test_bf16_is_the_same_twice(ranks: Any, stage: int, parallel: dict[str, Any]
     assert first.losses == second.losses and first.norms == second.norms
     assert all((first.weights[name] == second.weights[name]).all() for name in first.weights)
     assert abs(first.losses[0] / expected("lora").losses[0] - 1) < 0.02
+
+
+def elements_with_state(config: RunConfig, world: int) -> int:
+    """By which memory is found to be short, and pieces are sized."""
+    from hpctrain.parallel.parallelize import build_chunks
+    from hpctrain.sharding.build import build_engine, takes_values
+    from hpctrain.sharding.offload import home
+
+    mesh, seen = make_mesh(config, world), []
+    home.is_short = lambda host, held: bool(seen.append(sum(held)))  # type: ignore[func-returns-value]
+    chunks, records = build_chunks(config, mesh, materialize=takes_values(config))
+    build_engine(chunks, records, mesh, config).close()
+    return seen[0]
+
+
+def test_only_what_is_trained_has_state_to_offload(ranks: Any) -> None:
+    """Not the weights beside it, which are many times as many."""
+    config = config_of("lora", 1, {})
+    sharding = config.sharding.model_copy(update={"offload": OffloadConfig(optimizer="cpu")})
+    config = config.model_copy(update={"sharding": sharding})
+    trained = sum(-(-spec.numel // 2) for spec in trained_specs(config.model))
+    assert ranks(2, elements_with_state, config, 2) == [trained] * 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -55,6 +56,29 @@ def test_in_a_container_the_mount_is_the_group(tmp_path: Path) -> None:
 def test_more_used_than_allowed_is_nothing_left(tmp_path: Path) -> None:
     group(tmp_path, str(GIB), 2 * GIB, 0, 2)
     assert available(tmp_path, "0::/\n") == 0
+
+
+@pytest.mark.parametrize("stat", [None, "", "inactive_file\n", "inactive_file much\n", "a b c\n", "\n\n", b"\xff 1\n"])
+def test_a_limit_holds_whatever_its_statistics_say(tmp_path: Path, stat: str | bytes | None) -> None:
+    """Then no cache is known that would give way."""
+    group(tmp_path, str(2 * GIB), GIB, 17, 2)
+    (tmp_path / "memory.stat").unlink()
+    if stat is not None:
+        (tmp_path / "memory.stat").write_bytes(stat if isinstance(stat, bytes) else stat.encode())
+    assert available(tmp_path, "0::/\n") == GIB
+
+
+@pytest.mark.parametrize("limit", ["max", "", "nonsense", "1.5", "-1", "9223372036854771712", "9" * 5000])
+def test_a_limit_that_is_no_number_of_bytes_is_none(tmp_path: Path, limit: str) -> None:
+    group(tmp_path, limit, GIB, 0, 2)
+    assert available(tmp_path, "0::/\n") is None
+
+
+def test_names_of_groups_need_not_be_text(tmp_path: Path) -> None:
+    name = b"job_\xff"
+    group(Path(os.fsdecode(bytes(tmp_path) + b"/" + name)), str(2 * GIB), GIB, 0, 2)
+    (tmp_path / "cgroup").write_bytes(b"0::/" + name + b"\n")
+    assert cgroup_available(tmp_path / "cgroup", tmp_path) == GIB
 
 
 @pytest.mark.parametrize("proc", ["", "nonsense\n", "0::/nowhere\n", "4:cpu:/\n"])

@@ -15,7 +15,10 @@ from hpctrain.checkpoint.manifest import FOLDER, MANIFEST, Manifest, dump_manife
 from hpctrain.config.load import load
 from hpctrain.config.schema import RunConfig
 from hpctrain.errors import CheckpointError, ConfigError
-from hpctrain.train.preflight import check_folder
+from hpctrain.layout.fits import Room
+from hpctrain.telemetry.memory import Memory
+from hpctrain.train import preflight
+from hpctrain.train.preflight import PROCESS, check_folder, check_here, check_node, disk_here, room_here
 
 
 def made(tmp_path: Path, *overrides: str) -> RunConfig:
@@ -35,6 +38,45 @@ def refused(config: RunConfig) -> str:
         check_folder(config)
     assert "\n" not in str(caught.value)
     return str(caught.value)
+
+
+@pytest.fixture
+def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """8 processes' worth of memory, and 100 bytes of disk."""
+    monkeypatch.setattr(preflight, "host_memory", lambda: Memory(8 * PROCESS, "cgroup"))
+    monkeypatch.setattr(preflight.shutil, "disk_usage", lambda folder: SimpleNamespace(free=100))
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+
+
+@pytest.mark.usefixtures("machine")
+def test_a_rank_has_its_share_of_this_machine_less_what_a_process_takes(tmp_path: Path) -> None:
+    cpu, gpu = (made(tmp_path, f"cluster.device={device}") for device in ("cpu", "cuda"))
+    assert room_here(cpu, 4) == Room(PROCESS, None, 25)
+    assert room_here(gpu, 4) == Room(1 << 62, PROCESS, 25)
+    assert room_here(cpu, 16).device == 0
+
+
+@pytest.mark.usefixtures("machine")
+def test_a_disk_is_known_before_anything_goes_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else it would be offered to a run that does not fit there either."""
+    settings = "parallel.tp=1", "cluster.device=cpu", "model.hidden=2048", "model.ffn=8192"
+    with pytest.raises(ConfigError, match=r"; use more ranks or a smaller model\.$"):
+        check_here(made(tmp_path, *settings), 2)
+    monkeypatch.setenv("TMPDIR", "/nowhere")
+    assert disk_here(made(tmp_path), 2) is None
+    with pytest.raises(ConfigError, match=r"sharding\.offload\.path='/nowhere': is no folder; make it"):
+        disk_here(made(tmp_path, "sharding.stage=1", "sharding.offload.optimizer=nvme"), 2)
+
+
+def test_a_node_with_too_little_memory_is_refused(tmp_path: Path) -> None:
+    """Where it gets GPUs, what they have is not known, and what is offloaded is."""
+    away = "sharding.stage=1", "sharding.offload.optimizer=cpu", "cluster.gpus_per_node=2"
+    for settings, gpus in (((), False), (away, True), (("cluster.device=cpu",), True)):
+        config = made(tmp_path, "parallel.tp=1", "cluster.gpus_per_node=2", *settings)
+        check_node(config, 1 << 40, gpus)
+        with pytest.raises(ConfigError, match=r"^memory="):
+            check_node(config, 2 * PROCESS, gpus)
+    check_node(made(tmp_path, "cluster.gpus_per_node=2"), 2 * PROCESS, True)
 
 
 def test_nothing_is_refused_and_nothing_made_in_an_empty_place(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 from pathlib import Path
 
@@ -42,4 +43,17 @@ def test_a_missing_corpus_on_one_rank_stops_all_at_once(ranks, make):
 def open_without_corpus_on(config, rank):
     if dist.get_rank() == rank:
         config = config.model_copy(update={"data": config.data.model_copy(update={"corpus": Path("/nowhere.h5")})})
+    open_session(config, torch.device("cpu"), 2)
+
+
+def test_a_missing_disk_on_one_rank_stops_all_at_once(ranks, make):
+    away = dict(stage=1, offload=dict(optimizer="nvme"))
+    with pytest.raises(RankFailure) as caught:
+        ranks(2, open_without_disk_on, make(sharding=away), 1)
+    assert str(caught.value).count("ConfigError: sharding.offload.path='/nowhere': is no folder") >= 2
+
+
+def open_without_disk_on(config, rank):
+    if dist.get_rank() == rank:
+        os.environ["TMPDIR"] = "/nowhere"
     open_session(config, torch.device("cpu"), 2)

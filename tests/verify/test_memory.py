@@ -26,7 +26,7 @@ BASE: dict[str, dict[str, Any]] = {
 WHERE = {
     "recompute": "train", "precision": "train", "stage": "sharding", "engine": "sharding", "replicas": "sharding",
     "reshard_after_forward": "sharding", "reduce_every": "sharding", "moe": "model", "tied": "model", "norm": "model",
-    "activation": "model", "recompute_every": "train",
+    "activation": "model", "recompute_every": "train", "recompute_ops": "train", "vocab": "model",
 }  # fmt: skip
 """Sections of what a layout sets, where that is not `parallel`."""
 
@@ -46,6 +46,11 @@ def fsdp(world: int, **keys: Any) -> tuple[int, RunConfig]:
     return case(world, engine="fsdp", **keys)
 
 
+def ops(world: int, *operations: str, **keys: Any) -> tuple[int, RunConfig]:
+    """With these computed again."""
+    return case(world, recompute="selective", recompute_ops=operations, **keys)
+
+
 LAYOUTS = [
     case(1), case(1, recompute="selective"), case(1, recompute="full"), case(1, precision="bf16"),
     case(2, precision="bf16"), case(2, tp=2), case(2, tp=2, sp=True), 
@@ -58,6 +63,17 @@ LAYOUTS = [
     case(4, tp=2, stage=3, recompute="full", precision="bf16"), case(2, stage=3, recompute="full"),
     fsdp(2), fsdp(2, precision="bf16", recompute="full"), fsdp(2, reshard_after_forward=False, recompute="selective"),
     fsdp(2, reduce_every="step", tied=True), fsdp(4, replicas=2, recompute="full"), fsdp(4, pp=2, precision="bf16"),
+    ops(1, "layernorm"), ops(1, "activation"), ops(1, "mlp"), ops(1, "core_attn", "layernorm", "activation"),
+    ops(1, "core_attn", "layernorm", "mlp"), ops(1, "layernorm", "activation", precision="bf16"),
+    ops(1, "layernorm", "activation", **GPT), ops(1, "mlp", recompute_every=2),
+    ops(2, "layernorm", "activation", tp=2, sp=True), ops(2, "layernorm", "mlp", tp=2, sp=True),
+    ops(2, "layernorm", "activation", pp=2), ops(2, "layernorm", "activation", pp=2, schedule="zb-h1"),
+    ops(2, "core_attn", "layernorm", "activation", cp=2), ops(2, "activation", stage=3),
+    *(ops(1, *some, vocab=32) for some in (("layernorm",), ("layernorm", "activation"), ("layernorm", "mlp"))),
+    ops(1, "core_attn", "layernorm", "activation", vocab=32), ops(1, "mlp", vocab=32, recompute_every=2),
+    ops(2, "mlp", engine="fsdp"), ops(2, "layernorm", "moe", ep=2, moe=EXPERTS),
+    ops(2, "activation", ep=2, moe=EXPERTS), ops(2, "layernorm", ep=2, moe=EXPERTS, precision="bf16"),
+    ops(1, "layernorm", "shared_experts", moe=EXPERTS | dict(shared_ffn=88)),
     case(2, ep=2, moe=EXPERTS), fsdp(2, ep=2, precision="bf16", recompute="full", moe=EXPERTS),
 ]  # fmt: skip
 
@@ -82,6 +98,6 @@ def errors(zygote: Zygote) -> list[float]:
 def test_predicted_peaks_are_near_what_is_measured(errors: list[float]) -> None:
     """Within 2% on average and 5% at most. Both are of tensors' bytes, which no machine changes."""
     sizes = [abs(error) for error in errors]
-    assert len(sizes) >= 30
+    assert len(sizes) >= 50
     assert max(sizes) <= 0.05, LAYOUTS[sizes.index(max(sizes))]
     assert sum(sizes) / len(sizes) <= 0.02

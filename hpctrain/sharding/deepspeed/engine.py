@@ -108,7 +108,8 @@ class DeepSpeedEngine(Engine):
             assert config.model.moe is not None
             shard_experts(root, [self._named[n] for n in apart], config.model.moe.experts, mesh)
         self._unit = MeshUnit(mesh)
-        home = make_home(config, mesh, records) if config.sharding.offload.state else None
+        kept = {name: records[name] for name in trained}
+        home = make_home(config, mesh, kept) if config.sharding.offload.state else None
         weights = self._weights_on_disk(home, config) if home else None
         with ExitStack() as stack:
             stack.enter_context(warnings.catch_warnings())

@@ -33,7 +33,7 @@ def make_home(config: RunConfig, mesh: Mesh, records: Mapping[str, Placement]) -
     Args:
         config: of the run.
         mesh: this rank's view of all ranks.
-        records: placements of the rank's parameters.
+        records: placements of the parameters that the rank keeps state of.
 
     Raises:
         ConfigError: the disk cannot be used.

@@ -59,11 +59,8 @@ CASES: dict[str, tuple[int, str, dict[str, Any]]] = {
 
 
 def config_of(name: str, **more: Any) -> RunConfig:
-    """Two micro-batches a rank, more in a pipeline and where gradients wait for the end of a step."""
     world, model, settings = CASES[name]
-    samples = 8 * settings.get("cp", 1) * settings.get("tp", 1) // world
-    micro_batch = 1 if settings.keys() & {"pp", "reduce_every"} else max(1, samples // 2)
-    return fsdp_config(world, model, **({"micro_batch": micro_batch} | settings | more))
+    return fsdp_config(world, model, **(settings | more))
 
 
 @functools.cache

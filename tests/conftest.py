@@ -31,23 +31,36 @@ settings.load_profile("any machine")
 
 MODULES = (
     "torch._dynamo",
+    "torch._subclasses.schema_check_mode",
     "torch.distributed",
+    "torch.profiler._cupti_monitor",
     "h5py",
     "deepspeed",
+    "deepspeed.module_inject.auto_ep_layer",
+    "deepspeed.runtime.superoffload.superoffload_stage3",
+    "deepspeed.runtime.zero.muon.muon_optimizer",
     "hpctrain.parallel.parallelize",
     "hpctrain.sharding.none.engine",
     "hpctrain.sharding.deepspeed.engine",
     "hpctrain.sharding.fsdp.engine",
     "hpctrain.train.loop",
 )
-PARENT = Zygote([name for name in MODULES if importlib.util.find_spec(name.split(".")[0])])
-"""Forked here, before anything in this process imports torch or computes."""
+"""What ranks import; libraries import some of it when it is first used."""
+PARENT = pytest.StashKey[Zygote]()
 
 NO_LAB = requirements.obstacle(accounting=True)
 """Why no private Slurm can be brought up on this machine; None if one can."""
 
 NO_RAILS = NO_LAB or requirements.obstacle_to_rails()
 """The same for one with rails."""
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """The warm parent is forked here, before anything in this process computes; not of a process that only hands tests
+    to others."""
+    if getattr(config.option, "dist", "no") == "no" or hasattr(config, "workerinput"):
+        there = [name for name in MODULES if importlib.util.find_spec(name.split(".")[0])]
+        config.stash[PARENT] = Zygote(there)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -98,10 +111,10 @@ def free_port() -> int:
 
 
 @pytest.fixture(scope="session")
-def zygote() -> Iterator[Zygote]:
+def zygote(pytestconfig: pytest.Config) -> Iterator[Zygote]:
     """Forks worlds of gloo ranks."""
-    yield PARENT
-    PARENT.close()
+    yield pytestconfig.stash[PARENT]
+    pytestconfig.stash[PARENT].close()
 
 
 @pytest.fixture

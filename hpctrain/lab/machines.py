@@ -23,6 +23,10 @@ START_TIMEOUT_S = 20.0
 TCP_LISTEN = "0A"
 NULL_DEVICE = os.makedev(1, 3)
 
+SHARED = ("chrt", "--batch", "0")
+"""Ranks of all nodes share the CPUs of one machine: they do not interrupt each other when they wake up. One that held
+the lock of a connection would leave another to spin until its turn comes again."""
+
 # The pid is written by the process that it belongs to, before it becomes anything that has to be ended.
 LAUNCH = 'read -r stat </proc/$$/stat && echo "$stat" >"$1.new" && mv "$1.new" "$1" && shift && exec "$@"'
 
@@ -90,7 +94,8 @@ def run(spec: LabSpec, name: str, command: Sequence[str], environment: Mapping[s
     enter = ("nsenter", "--target", str(first.pid), *_namespaces(spec), *owner, "--wd=/", "--")
     log = spec.log(Path(command[0]).name if name == HEAD else f"{Path(command[0]).name}.{name}")
     background = ("sh", "-c", '"$@" </dev/null >>"$0" 2>&1 &', str(log), *command)
-    subprocess.run([*enter, *background], env=dict(environment), check=True, timeout=START_TIMEOUT_S)
+    shared = SHARED if name in spec.node_names else ()
+    subprocess.run([*shared, *enter, *background], env=dict(environment), check=True, timeout=START_TIMEOUT_S)
 
 
 def programs(spec: LabSpec, name: str) -> dict[str, list[Process]]:

@@ -14,6 +14,7 @@ from hpctrain.errors import LabError
 PROGRAMS = {
     "unshare": "util-linux",
     "nsenter": "util-linux",
+    "chrt": "util-linux",
     "mount": "mount",
     "bash": "bash",
     "munged": "munge",

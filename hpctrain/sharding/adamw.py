@@ -3,17 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.optim.adamw import adamw
 
 from hpctrain.config.schema import OptimizerConfig
 from hpctrain.sharding.paged import paged_zeros_like
 from hpctrain.sharding.state import MOMENTS, WEIGHT
 
 
+class _State(NamedTuple):
+    """What is kept of one master weight."""
+
+    moments: dict[str, Tensor]
+    step: Tensor
+
+
 class AdamW:
-    """Loshchilov and Hutter, arXiv 1711.05101, by torch's own; decay on matrices only.
+    """Loshchilov and Hutter, arXiv 1711.05101, by torch's own function; decay on matrices only.
+
+    Not by torch's class: to make one imports torch's compiler, a second on every rank.
 
     Args:
         masters: weights by name, all that a checkpoint has state of.
@@ -28,42 +39,40 @@ class AdamW:
     def __init__(
         self, masters: Mapping[str, Tensor], trained: set[str], decays: Mapping[str, bool], options: OptimizerConfig
     ) -> None:
-        self._masters, self.updates, self._paged = masters, 0, options.paged
-        groups = [
-            {"params": [masters[n] for n in masters if n in trained and decays[n] == decay], "weight_decay": weight}
+        self._masters, self._options, self.updates = masters, options, 0
+        self._groups = [
+            ([n for n in masters if n in trained and decays[n] == decay], weight)
             for decay, weight in ((True, options.weight_decay), (False, 0.0))
         ]
-        betas = (options.beta1, options.beta2)
-        self._torch = torch.optim.AdamW(groups, lr=options.lr, betas=betas, eps=options.eps)
+        self._states: dict[str, _State] = {}
 
+    @torch.no_grad()
     def update(self, gradients: Mapping[str, Tensor], lr: float) -> None:
         """One step, with gradients of all that is trained."""
-        for group in self._torch.param_groups:
-            group["lr"] = lr
-        for name, gradient in gradients.items():
-            self._masters[name].grad = gradient
-            if self._paged:
-                self.state(name, MOMENTS[0])  # before torch makes its own
-        self._torch.step()
-        self._torch.zero_grad()
+        o = self._options
+        for names, decay in self._groups:
+            states = [self._state(name) for name in names]
+            first, second = ([state.moments[kind] for state in states] for kind in MOMENTS)
+            adamw(
+                [self._masters[name] for name in names], [gradients[name] for name in names],
+                first, second, [], [state.step for state in states],
+                amsgrad=False, beta1=o.beta1, beta2=o.beta2, lr=lr, weight_decay=decay, eps=o.eps, maximize=False,
+            )  # fmt: skip
         self.updates += 1
 
     def state(self, name: str, kind: str) -> Tensor:
         """Master weight or moment, itself; moments are zero before the first update."""
-        master = self._masters[name]
-        if kind == WEIGHT:
-            return master
-        state = self._torch.state[master]
-        if not state:
-            zeros = paged_zeros_like if self._paged else torch.zeros_like
-            state["step"] = torch.tensor(0.0)
-            state.update({moment: zeros(master) for moment in MOMENTS})
-        value: Tensor = state[kind]
-        return value
+        return self._masters[name] if kind == WEIGHT else self._state(name).moments[kind]
 
     def start_at(self, updates: int) -> None:
         """Go on as if so many updates had been made."""
         self.updates = updates
-        for name, master in self._masters.items():
-            self.state(name, MOMENTS[0])
-            self._torch.state[master]["step"] = torch.tensor(float(updates))
+        for name in self._masters:
+            self._state(name).step.fill_(float(updates))
+
+    def _state(self, name: str) -> _State:
+        if name not in self._states:
+            zeros = paged_zeros_like if self._options.paged else torch.zeros_like
+            moments = {kind: zeros(self._masters[name]) for kind in MOMENTS}
+            self._states[name] = _State(moments, torch.tensor(0.0))
+        return self._states[name]

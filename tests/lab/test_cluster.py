@@ -45,6 +45,11 @@ def test_one_gpu_a_task(slurm: Cluster) -> None:
     assert sorted(slurm.run(command).stdout.split()) == ["0", "1", "2", "3"]
 
 
+def test_tasks_do_not_interrupt_each_other(slurm: Cluster) -> None:
+    shown = slurm.run(["srun", "-N2", "bash", "-c", "chrt --pid $$"]).stdout
+    assert shown.count("SCHED_BATCH") == 2, shown
+
+
 def test_more_gpus_than_a_node_has_are_refused(slurm: Cluster) -> None:
     with pytest.raises(LabError, match="Requested node configuration is not available"):
         slurm.run(["srun", "-N1", "--gres=gpu:5", "true"])

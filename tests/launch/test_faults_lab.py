@@ -68,7 +68,7 @@ def test_a_rank_that_dies_or_hangs_ends_the_job_and_is_named(
 
 def test_a_node_that_dies_is_named_and_the_job_starts_anew(slurm: Cluster, tmp_path: Path, corpus: Path) -> None:
     """Within the seconds that docs/slurm.md states."""
-    job = begun(tmp_path, corpus, "train.steps=400", "checkpoint.every=20", "cluster.silence_s=5")
+    job = begun(tmp_path, corpus, "train.steps=200", "checkpoint.every=20", "cluster.silence_s=5")
     folder = tmp_path / "run"
     until(lambda: any(r.get("event") == "checkpoint" for r in records(folder)), 60)
     kill_node(slurm.spec, "n1")
@@ -84,4 +84,4 @@ def test_a_node_that_dies_is_named_and_the_job_starts_anew(slurm: Cluster, tmp_p
     assert re.search(r"rank [23] \(process \d+ on n1\)", "".join(first for _, first, *_ in lives)), lives
     assert "Node failure on n1" in (folder / "logs" / f"slurm-{job}.out").read_text()
     found = losses(folder)
-    assert sorted(found) == list(range(1, 401))
+    assert sorted(found) == list(range(1, 201))

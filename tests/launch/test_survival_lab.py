@@ -27,6 +27,7 @@ from tests.launch.training import (
     STEPS,
     TINY,
     TWO,
+    ZERO,
     build_corpus,
     ended,
     events,
@@ -203,8 +204,8 @@ def test_a_job_whose_slurmd_is_killed_starts_anew_elsewhere(
 ) -> None:
     """Slurm gives the node up after SlurmdTimeout. The rank there lives on, unseen by Slurm, until it hears that the
     others are gone; it must not get into the way of the next life."""
-    expected, run = undisturbed(*TWO), tmp_path / "run"
-    job = submit(tmp_path, corpus, "run", *TWO, f"checkpoint.every={EVERY}", FREEZABLE)
+    expected, run = undisturbed(*TWO, ZERO), tmp_path / "run"
+    job = submit(tmp_path, corpus, "run", *TWO, ZERO, f"checkpoint.every={EVERY}", FREEZABLE)
     until(lambda: len(losses(run)) > EVERY + 10)
     (orphan,) = ranks_on(slurm.spec, "n1")
     kill_node(slurm.spec, "n1", slurmd_only=True)
@@ -240,13 +241,13 @@ def test_fewer_nodes_go_on_where_more_were_cancelled(
     slurm: Cluster, tmp_path: Path, corpus: Path, undisturbed: Callable[..., dict[int, float]]
 ) -> None:
     """Two nodes, dp=2, then one node, dp=1, in the same run folder: other sums, so other roundings, and no more."""
-    expected, run = undisturbed(*TWO), tmp_path / "run"
-    first = submit(tmp_path, corpus, "run", *TWO, f"checkpoint.every={EVERY}")
+    expected, run = undisturbed(*TWO, ZERO), tmp_path / "run"
+    first = submit(tmp_path, corpus, "run", *TWO, ZERO, f"checkpoint.every={EVERY}")
     until(lambda: len(losses(run)) > EVERY + 10)
     with pytest.raises(SystemExit):
         main(["cancel", first, f"--folder={tmp_path}"])
     assert ended(first) == "CANCELLED"
-    second = submit(tmp_path, corpus, "run", "cluster.nodes=1", "cluster.gpus_per_node=1", "parallel.tp=1")
+    second = submit(tmp_path, corpus, "run", "cluster.nodes=1", "cluster.gpus_per_node=1", "parallel.tp=1", ZERO)
     assert ended(second) == "COMPLETED", log_of(run, second)
     (resumed,) = events(run, "resume")
     assert EVERY <= resumed < STEPS

@@ -22,13 +22,14 @@ STEPS = 100
 TINY = [
     *("model.layers=1", "model.hidden=16", "model.heads=2", "model.max_seq=32", "data.seq=32"),
     *(f"train.steps={STEPS}", "train.global_batch=4", "train.micro_batch=1", "train.log_every=1"),
-    *("train.eval_batches=1", "optimizer.warmup_steps=1", "sharding.stage=1"),
+    *("train.eval_batches=1", "optimizer.warmup_steps=1"),
     *("cluster.profile=lab", "cluster.threads=1"),
 ]
-FOUR = ("cluster.nodes=2", "cluster.gpus_per_node=2", "parallel.tp=2")
+ZERO = "sharding.stage=1"
+FOUR = ("cluster.nodes=2", "cluster.gpus_per_node=2", "parallel.tp=2", ZERO)
 """The job of two nodes with two ranks each, as cut by tensor parallelism as by ZeRO."""
 TWO = ("cluster.nodes=2", "cluster.gpus_per_node=1", "parallel.tp=1")
-"""As few ranks as there can be on two nodes."""
+"""As few ranks as there can be on two nodes, and as little as a rank can import."""
 PYTHON = ("python", "python3")
 
 

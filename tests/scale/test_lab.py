@@ -15,11 +15,11 @@ from click.testing import CliRunner
 from hpctrain import lab
 from hpctrain.cli import main
 from hpctrain.launch.slurm.jobs import Job
-from tests.launch.training import TINY, build_corpus
+from tests.launch.training import TINY, ZERO, build_corpus
 
 pytestmark = [pytest.mark.slurm, pytest.mark.xdist_group("slurm")]
 
-SETTINGS = tuple(text for text in TINY if not text.startswith("train.steps"))
+SETTINGS = (*(text for text in TINY if not text.startswith("train.steps")), ZERO)
 
 
 @pytest.mark.usefixtures("on_the_lab")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 
 import numpy as np
 import pytest
@@ -15,13 +16,25 @@ from hpctrain.sharding.build import build_engine
 from hpctrain.sharding.none.buckets import GradientBuckets
 from hpctrain.sharding.norm import clip_factor
 from hpctrain.sharding.scaler import GROWTH_INTERVAL, LossScale
-from tests.training import assemble, compare, global_batch, make_config, make_mesh, reference, run
+from tests.training import assemble, compare, global_batch, make_config, make_mesh, reference, run, train_step
 
 
 def start(config, world):
     mesh = make_mesh(config, world)
     model, records = build_model(config, mesh)
     return mesh, model, build_engine([model], records, mesh, config)
+
+
+def without_compiler():
+    """A step of a rank to which torch's compiler is not there."""
+    sys.modules["torch._dynamo"] = None
+    config = make_config()
+    mesh, _, engine = start(config, 1)
+    return [loss for loss, _ in (train_step(engine, mesh, config, step) for step in range(2))]
+
+
+def test_no_rank_imports_the_compiler(ranks):
+    assert ranks(1, without_compiler)[0] == pytest.approx(reference(make_config(), 2).losses, rel=1e-9)
 
 
 def norm_of_ones(config, world):

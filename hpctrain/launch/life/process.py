@@ -49,6 +49,16 @@ def die_with_parent(parent: int) -> None:
         os._exit(1)
 
 
+def let_others_finish() -> None:
+    """Have this process and its children not interrupt each other when they wake up: `SCHED_BATCH`, where it is known.
+
+    For ranks that share CPUs. What a rank sends over gloo wakes another one, which would take its CPU away from it
+    while it holds the lock of the connection; its own thread for that connection then spins for as long.
+    """
+    with suppress(AttributeError, OSError):
+        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+
+
 @contextmanager
 def at_most(seconds: float, sentence: str) -> Iterator[None]:
     """Kill this process, with a sentence on stderr, where the block takes longer.

@@ -29,7 +29,7 @@ import cloudpickle
 
 from hpctrain.errors import LaunchError
 from hpctrain.files import write_whole
-from hpctrain.launch.life.process import die_with_parent, exit_now, how_it_ended
+from hpctrain.launch.life.process import die_with_parent, exit_now, how_it_ended, let_others_finish
 
 GRACE_S = 3.0
 """How long the other ranks may go on after one has failed."""
@@ -146,11 +146,14 @@ class _Request:
 def _serve(link: connection.Connection, imports: Sequence[str]) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # unwinds: ranks are killed, folders removed
+    let_others_finish()
+    gc.disable()  # nothing of what is imported is garbage
     for name in imports:
         importlib.import_module(name)
     # A rank's collections pass over what was imported, hundreds of thousands of objects, and leave its pages shared.
     gc.collect()
     gc.freeze()
+    gc.enable()
     while True:
         try:
             request = link.recv()

@@ -37,6 +37,14 @@ def test_ranks_form_a_group(ranks):
     assert ranks(3, add, 1) == [6.0] * 3
 
 
+def policy():
+    return os.sched_getscheduler(0)
+
+
+def test_ranks_do_not_interrupt_each_other(ranks):
+    assert ranks(2, policy) == [os.SCHED_BATCH] * 2
+
+
 def collect():
     return gc.get_freeze_count(), len(gc.get_objects())
 

@@ -37,6 +37,8 @@ train: $(STAMP) ## install, build a corpus from Python's own sources, train the 
 	$(BIN)/hpctrain data stdlib $(CORPUS)
 	$(BIN)/hpctrain train gpt-tiny $(ARGS)
 
+# Compiled once, and not by each of hundreds of ranks.
+test: export PYTHONDONTWRITEBYTECODE :=
 test: $(STAMP) ## install (Slurm too, if root), run all tests (ARGS="-k name", WORKERS=3)
 	@.ci/slurm
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup $(ARGS)

@@ -111,8 +111,9 @@ def test_a_refused_chain_withdraws_what_was_queued(tmp_path: Path, slurm: Cluste
     wrapper.write_text(f'#!/bin/bash\n{refusal}\nexec {shutil.which("sbatch")} "$@"\n')
     wrapper.chmod(0o755)
     monkeypatch.setenv("PATH", f"{wrapper.parent}:{slurm.environment()['PATH']}")
+    held = {"sbatch": {"hold": True}}  # what has begun by then leaves its log
     with pytest.raises(LaunchError, match="Slurm refused the job: no more"):
-        send(request(tmp_path / "runs", jobs.sleep, str(tmp_path / "out"), chain=2, name="withdrawn"))
+        send(request(tmp_path / "runs", jobs.sleep, str(tmp_path / "out"), chain=2, name="withdrawn", profile=held))
     known = slurm.run(["squeue", "--noheader", "--states=all", "--sort=-i", "--format=%j %T"]).stdout
     assert known.splitlines()[0] == "withdrawn CANCELLED"
     assert not (tmp_path / "runs").exists()

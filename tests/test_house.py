@@ -16,6 +16,7 @@ FLOORS = (
     "errors",
     "files",
     "scratch",
+    "mpi",
     "config.schema",
     "layout",
     "config",
@@ -37,7 +38,7 @@ FLOORS = (
 )
 LAUNCH = ("slurm", "life", "place", "meet", "proof", "rank", "health", "submit", "local")
 """The rooms of `launch`, lowest first: the same rule holds between them."""
-PLAIN = ("errors", "files", "scratch", "config.schema", "layout", "config", "cluster", "plan")
+PLAIN = ("errors", "files", "scratch", "mpi", "config.schema", "layout", "config", "cluster", "plan")
 """Floors that load no torch."""
 MODULES = {
     ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path

@@ -24,6 +24,7 @@ from hpctrain.launch.meet.watchdog import SILENCE_S, Watchdog
 from hpctrain.launch.place.bind import bind
 from hpctrain.launch.place.machine import allowed_cpus
 from hpctrain.launch.proof.witness import Witness
+from hpctrain.mpi import settle
 from hpctrain.telemetry.meter import Meter
 
 T = TypeVar("T")
@@ -60,6 +61,7 @@ def load() -> Any:
         ) from None
     if not MPI.Is_initialized():
         MPI.Init_thread(getattr(MPI, f"THREAD_{_asked().upper()}"))
+    settle(MPI)
     return MPI
 
 

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from hpctrain.errors import DataError
+from hpctrain.mpi import settle
 
 T = TypeVar("T")
 
@@ -74,4 +75,5 @@ def team(mpi: bool) -> Team:
         raise DataError(
             f"--mpi needs mpi4py and an MPI library ({error}); build on one node without it, or install them."
         ) from error
+    settle(MPI)
     return MpiTeam(MPI.COMM_WORLD)

@@ -29,6 +29,7 @@ from hpctrain.launch.meet.gathering import Examine, judged, roll_call, until
 from hpctrain.launch.meet.knock import answers
 from hpctrain.launch.meet.rollcall import Arrival, Verdict
 from hpctrain.launch.place.routes import interface_of, own_address
+from hpctrain.mpi import settle
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -226,6 +227,7 @@ def _mpi_broadcast(identity: Identity, note: str, deadline: float) -> str | None
         "without mpi in the profile, ranks meet through the run folder alone.",
     ):
         MPI.Init()
+        settle(MPI)
         world: Any = MPI.COMM_WORLD
         told = None
         # A library that does not understand its launcher makes every rank a world of one.

@@ -33,7 +33,10 @@ if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
 FAREWELL_S = 20.0
-"""How long rank 0 keeps the store for ranks that are still on their way out."""
+"""How long rank 0 keeps the store for ranks on their way out, and others stay for those on their way in."""
+
+ALL_JOINED = "all in group"
+"""In the store once every rank has joined the group."""
 
 ANSWER_S = 1.0
 """How long rank 0, having lost a peer, keeps the store for others that ask why."""
@@ -147,6 +150,7 @@ def process_group(
             f"({str(error).splitlines()[0]}): check {variable}={os.environ.get(variable, '')!r}, which must name a "
             "network interface of this node that the other nodes reach."
         ) from None
+    _joined(store, identity)
     clock.done("init")
     meter = Meter(asynchronous=cuda)
     dog: Watchdog | None = None
@@ -236,10 +240,23 @@ def _is_lost_peer(error: BaseException) -> bool:
     return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo/transport" in str(error))
 
 
+def _joined(store: Store, identity: Identity) -> None:
+    """Count this rank among those that have joined; the last one tells all."""
+    if identity.world > 1 and store.add("in group", 1) == identity.world:
+        store.set(ALL_JOINED, "1")
+
+
 def _part(store: Store, identity: Identity, folder: Path, timeout_s: float) -> None:
-    """Take the group down; rank 0, which owns the store, is the last to go."""
+    """Take the group down; rank 0, which owns the store, is the last to go.
+
+    One that has nothing to do may be done before others have joined, whose connections it would close under them.
+    """
     import torch.distributed as dist
 
+    patience = min(timeout_s, FAREWELL_S)
+    if identity.world > 1:
+        with suppress(RuntimeError):  # who has not joined by then has failed
+            store.wait([ALL_JOINED], datetime.timedelta(seconds=patience))
     dist.destroy_process_group()
     if identity.world == 1:
         return
@@ -247,7 +264,7 @@ def _part(store: Store, identity: Identity, folder: Path, timeout_s: float) -> N
         with suppress(RuntimeError):  # rank 0 may have waited long enough
             store.add("left", 1)
         return
-    deadline = time.monotonic() + min(timeout_s, FAREWELL_S)
+    deadline = time.monotonic() + patience
     while store.add("left", 0) < identity.world - 1 and time.monotonic() < deadline:
         time.sleep(0.01)
     with suppress(OSError):

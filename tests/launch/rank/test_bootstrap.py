@@ -54,6 +54,26 @@ def test_group_comes_up_and_goes_down(ranks, tmp_path):
     assert not list((tmp_path / "rendezvous").iterdir())
 
 
+def leave_at_once(folder):
+    """Rank 0 takes longer to join than the other one to do its work."""
+    me, join, joined = identity(2), dist.init_process_group, folder / "joined"
+
+    def slowly(*args, **options):
+        join(*args, **options)
+        if me.rank == 0:
+            time.sleep(1)
+            joined.touch()
+
+    dist.init_process_group = slowly
+    with process_group(me, folder, "cpu", 30.0):
+        pass
+    return joined.exists()
+
+
+def test_nobody_takes_the_group_down_before_all_have_joined(ranks, tmp_path):
+    assert ranks(2, leave_at_once, tmp_path) == [True, True]
+
+
 def interface_is_left_alone(folder):
     me = identity(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo,"

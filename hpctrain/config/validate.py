@@ -119,7 +119,8 @@ def _recompute(config: RunConfig) -> None:
         reason = (
             f"is of activations that stay on the device, and sharding.offload.activations={place} takes them off it"
         )
-        _refuse("train.activation_budget", train.activation_budget, reason, "use null, or activations=none")
+        fix = "use null, or sharding.offload.activations=none"
+        _refuse("train.activation_budget", train.activation_budget, reason, fix)
     if train.recompute == "none" and (every := train.recompute_every) != 1:
         reason = "says which layers are computed again, and train.recompute=none computes none of them again"
         _refuse("train.recompute_every", every, reason, "use 1, or train.recompute=full or selective")
@@ -131,7 +132,8 @@ def _recompute(config: RunConfig) -> None:
         _refuse("train.recompute_ops", operations, "names nothing", "use train.recompute=none")
     for operation in operations:
         if reason := without_effect(config.model, train.recompute_ops, operation):
-            others = [other for other in dict.fromkeys(operations) if other != operation or operations.count(other) > 1]
+            once = tuple(dict.fromkeys(operations))
+            others = [other for other in once if not without_effect(config.model, once, other)]
             rest = as_written(others or TrainConfig().recompute_ops)
             _refuse("train.recompute_ops", operations, reason, f"use {rest}")
 

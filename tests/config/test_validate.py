@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from itertools import product
+from typing import get_args
+
 import pytest
 
 from hpctrain.config.load import load
+from hpctrain.config.schema import Operation
 from hpctrain.config.validate import validate
 from hpctrain.errors import ConfigError
 
@@ -423,6 +427,19 @@ def test_rule(overrides: str, world: int, path: str, words: str, mend: str) -> N
     assert caught.value.path == path
     assert words in str(caught.value)
     validate(load("llama-tiny", [*overrides.split(), *mend.split()]), world)
+
+
+@pytest.mark.parametrize("recipe", ["llama-tiny", "moe-tiny"])
+def test_what_is_said_of_named_operations_is_no_mistake_itself(recipe: str) -> None:
+    """Of all lists of two or three names, whatever is wrong with them."""
+    names = get_args(Operation)
+    for given in (*product(names, repeat=2), *product(names, repeat=3)):
+        settings = ["train.recompute=selective", f"train.recompute_ops=[{','.join(given)}]"]
+        try:
+            validate(load(recipe, settings), 2)
+        except ConfigError as error:
+            fix = str(error).rpartition("use ")[2].rstrip(".")
+            validate(load(recipe, [settings[0], f"train.recompute_ops={fix}"]), 2)
 
 
 @pytest.mark.parametrize(

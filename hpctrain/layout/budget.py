@@ -15,7 +15,7 @@ from typing import NamedTuple
 from hpctrain.config.schema import ModelConfig, Operation, RunConfig, TrainConfig
 from hpctrain.errors import ConfigError
 from hpctrain.layout.activations import OURS, Keeps
-from hpctrain.layout.fits import Room, Rules, check_memory, needed
+from hpctrain.layout.fits import Changes, Room, Rules, check_memory, in_words, needed
 from hpctrain.layout.forward_flops import again, forward
 from hpctrain.layout.layout import Layout
 from hpctrain.layout.memory import Held, held_by
@@ -55,11 +55,17 @@ class Way:
         """The run with it."""
         return config.model_copy(update={"train": self.train})
 
+    def changes(self) -> Changes:
+        """What says so, where it is not as usual."""
+        recompute, operations, every = self.train.recomputation
+        out: dict[str, int | str] = {"train.recompute": recompute}
+        if recompute == "selective":
+            out["train.recompute_ops"] = f"[{','.join(operations)}]"
+        return out | ({"train.recompute_every": every} if every > 1 else {})
+
     def settings(self) -> str:
         """As on a command line."""
-        recompute, operations, every = self.train.recomputation
-        named = f" train.recompute_ops=[{','.join(operations)}]" if recompute == "selective" else ""
-        return f"train.recompute={recompute}{named}" + (f" train.recompute_every={every}" if every > 1 else "")
+        return " ".join(f"{key}={value}" for key, value in self.changes().items())
 
 
 def within_budget(config: RunConfig, layout: Layout, keeps: Keeps = OURS) -> Chosen:
@@ -88,7 +94,8 @@ def within_budget(config: RunConfig, layout: Layout, keeps: Keeps = OURS) -> Cho
         f"activations and logits take {_rounded_up(least)} GiB on the fullest rank at the least, which is with "
         f"{leanest.settings()}"
     )
-    raise ConfigError(KEY, budget, reason, f"use {_rounded_up(least)} or more, or a smaller train.micro_batch")
+    smaller = ", or a smaller train.micro_batch" if config.train.micro_batch > 1 else ""
+    raise ConfigError(KEY, budget, reason, f"use {_rounded_up(least)} or more{smaller}")
 
 
 def checked(config: RunConfig, layout: Layout, room: Room, rules: Rules) -> Chosen:
@@ -98,28 +105,27 @@ def checked(config: RunConfig, layout: Layout, room: Room, rules: Rules) -> Chos
         ConfigError: no recomputation keeps to the budget, or the run does not fit; says what would do.
     """
     chosen = within_budget(config, layout, room.keeps)
-    try:
-        check_memory(chosen.config, layout, room, rules)
-    except ConfigError as error:
-        if config.train.activation_budget is None:
-            raise
-        raise ConfigError(error.path, error.value, error.allowed, _mend(config, layout, room, chosen, error)) from None
+
+    def mend(found: Sequence[Changes]) -> str:
+        if (less := _smaller(config, layout, room)) is not None:
+            return f"use {KEY}={less}"
+        now = next(way for way in ways(config, layout) if way.train == chosen.config.train)
+        return in_words([{KEY: "null", **now.changes(), **changes} for changes in found])
+
+    check_memory(chosen.config, layout, room, rules, in_words if config.train.activation_budget is None else mend)
     return chosen
 
 
-def _mend(config: RunConfig, layout: Layout, room: Room, chosen: Chosen, error: ConfigError) -> str:
-    """A smaller budget with which a run fits, or what fits without one."""
+def _smaller(config: RunConfig, layout: Layout, room: Room) -> str | None:
+    """A budget with which a run fits, GiB; None where there is none."""
     held = held_by(config, layout)
     for way in ways(config, layout):
         if room.holds(needed(way.of(config), layout, room.keeps)):
             less = _rounded_up(_most(way.of(config), layout, held, room.keeps))
             changed = config.train.model_copy(update={"activation_budget": float(less)})
             found = within_budget(config.model_copy(update={"train": changed}), layout, room.keeps).config
-            if room.holds(needed(found, layout, room.keeps)):
-                return f"use {KEY}={less}"
-            break
-    now = next(way for way in ways(config, layout) if way.train == chosen.config.train)
-    return f"use {KEY}=null {now.settings()}, and with it {error.fix.removeprefix('use ')}"
+            return less if room.holds(needed(found, layout, room.keeps)) else None
+    return None
 
 
 def ways(config: RunConfig, layout: Layout) -> list[Way]:

@@ -6,7 +6,7 @@ Pure; the figure is that of `hpctrain memory`, and what else is held while the e
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from hpctrain.config.schema import OffloadConfig, ParallelConfig, RunConfig, TrainConfig
@@ -83,12 +83,29 @@ class Room:
         return None
 
 
-def check_memory(config: RunConfig, layout: Layout, available: int | Room, rules: Rules) -> None:
+Changes = Mapping[str, int | str]
+"""Settings by name, and what to set them to."""
+
+
+def in_words(found: Sequence[Changes]) -> str:
+    """What to change of a run that does not fit, by what would do."""
+    names = [" ".join(f"{key}={value}" for key, value in changes.items()) for changes in found]
+    return "use " + ", or ".join(names) if names else "use more ranks or a smaller model"
+
+
+def check_memory(
+    config: RunConfig,
+    layout: Layout,
+    available: int | Room,
+    rules: Rules,
+    mend: Callable[[Sequence[Changes]], str] = in_words,
+) -> None:
     """Refuse a run that cannot fit.
 
     Args:
         available: what one rank may use; a number is of bytes where device and host are one.
         rules: that settings which would fit must keep to, as those of the run do.
+        mend: says what to change, by what would do.
 
     Raises:
         ConfigError: more is needed; says what would fit.
@@ -97,12 +114,11 @@ def check_memory(config: RunConfig, layout: Layout, available: int | Room, rules
     need = needed(config, layout, room.keeps)
     if (lack := room.lack(need)) is None:
         return
-    mildest: dict[tuple[str, ...], dict[str, int | str]] = {}
+    mildest: dict[tuple[str, ...], Changes] = {}
     for changes in _alternatives(config, layout, room, rules):
         mildest.setdefault(tuple(changes), changes)
     fewest = min(map(len, mildest), default=0)
-    names = [" ".join(f"{k}={v}" for k, v in c.items()) for c in mildest.values() if len(c) == fewest]
-    fix = "use " + ", or ".join(names) if names else "use more ranks or a smaller model"
+    fix = mend([changes for changes in mildest.values() if len(changes) == fewest])
     short, reason = lack
     raise ConfigError(MEMORY, f"{in_gib(short)} GiB", reason, fix)
 

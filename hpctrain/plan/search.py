@@ -204,7 +204,7 @@ def _all_alike(config: RunConfig) -> None:
         reason = "has no price here: of a layer nothing, core attention or all is taken to be computed again"
         raise ConfigError("train.recompute_ops", list(train.recompute_ops), reason, f"use {as_written(usual)}")
     if (budget := train.activation_budget) is not None:
-        reason = "has no price here: train.recompute is what it searches for"
+        reason = "has no price here, but what it chooses may have (`hpctrain memory` says what that is)"
         raise ConfigError("train.activation_budget", budget, reason, "use null")
 
 

@@ -2,77 +2,15 @@
 
 from __future__ import annotations
 
-from itertools import product
-from typing import get_args
-
 import pytest
 
 from hpctrain.config.load import load
-from hpctrain.config.schema import Operation
 from hpctrain.config.validate import validate
-from hpctrain.errors import ConfigError
+from tests.config.rules import refuses
 
 # overrides of llama-tiny (hidden 128, heads 4, kv_heads 2, ffn 344, vocab 257, global_batch 32, micro_batch 16,
 # 300 steps, tp 2), ranks, the setting blamed, words of the sentence, overrides that mend it
 CASES = [
-    ("train.recompute_every=2", 2, "train.recompute_every", "computes none of them again", "train.recompute=full"),
-    ("train.recompute_ops=[mlp]", 2, "train.recompute_ops", "and it is none", "train.recompute=selective"),
-    (
-        "train.recompute=selective train.recompute_ops=[]",
-        2,
-        "train.recompute_ops",
-        "nothing",
-        "train.recompute_ops=[mlp]",
-    ),
-    (
-        "train.recompute=selective train.recompute_ops=[moe,mlp]",
-        2,
-        "train.recompute_ops",
-        "there are no experts; use [mlp]",
-        "train.recompute_ops=[mlp]",
-    ),
-    (
-        "train.recompute=selective train.recompute_ops=[mlp,activation]",
-        2,
-        "train.recompute_ops",
-        "names activation, which is in mlp",
-        "train.recompute_ops=[mlp]",
-    ),
-    (
-        "model.moe.experts=4 train.recompute=selective train.recompute_ops=[mlp]",
-        2,
-        "train.recompute_ops",
-        "all layers have experts",
-        "model.moe.dense_layers=1",
-    ),
-    (
-        "train.recompute=selective train.recompute_ops=[layernorm,layernorm]",
-        2,
-        "train.recompute_ops",
-        "layernorm twice",
-        "train.recompute_ops=[layernorm]",
-    ),
-    (
-        "train.activation_budget=1 train.recompute=full",
-        2,
-        "train.activation_budget",
-        "and these are set; leave them out, or use null",
-        "train.activation_budget=null",
-    ),
-    (
-        "train.activation_budget=1 train.recompute_every=2",
-        2,
-        "train.activation_budget",
-        "are set",
-        "train.recompute_every=1",
-    ),
-    (
-        "train.activation_budget=1 sharding.offload.activations=cpu",
-        2,
-        "train.activation_budget",
-        "activations=cpu takes them off it",
-        "sharding.offload.activations=none",
-    ),
     ("parallel.pp=8", 16, "parallel.pp", "there are 4", "parallel.pp=4"),
     ("parallel.pp=8", 16, "parallel.pp", "parallel.stage_layers", "model.layers=8"),
     ("parallel.chunks=2", 2, "parallel.chunks", "no effect without a pipeline", "parallel.chunks=1"),
@@ -397,12 +335,7 @@ EXPERTS = [
 
 @pytest.mark.parametrize(("overrides", "path", "words", "mend"), EXPERTS)
 def test_rule_of_experts(overrides: str, path: str, words: str, mend: str) -> None:
-    config = load("moe-tiny", overrides.split())
-    with pytest.raises(ConfigError) as caught:
-        validate(config, 2)
-    assert caught.value.path == path
-    assert words in str(caught.value)
-    validate(load("moe-tiny", [*overrides.split(), *mend.split()]), 2)
+    refuses(overrides, 2, path, words, mend, "moe-tiny")
 
 
 @pytest.mark.parametrize(
@@ -421,34 +354,7 @@ def test_experts_accepted(overrides: str) -> None:
 
 @pytest.mark.parametrize(("overrides", "world", "path", "words", "mend"), CASES)
 def test_rule(overrides: str, world: int, path: str, words: str, mend: str) -> None:
-    config = load("llama-tiny", overrides.split())
-    with pytest.raises(ConfigError) as caught:
-        validate(config, world)
-    assert caught.value.path == path
-    assert words in str(caught.value)
-    validate(load("llama-tiny", [*overrides.split(), *mend.split()]), world)
-
-
-@pytest.mark.parametrize("recipe", ["llama-tiny", "moe-tiny"])
-def test_what_is_said_of_named_operations_is_no_mistake_itself(recipe: str) -> None:
-    """Of all lists of two or three names, whatever is wrong with them."""
-    names = get_args(Operation)
-    for given in (*product(names, repeat=2), *product(names, repeat=3)):
-        settings = ["train.recompute=selective", f"train.recompute_ops=[{','.join(given)}]"]
-        try:
-            validate(load(recipe, settings), 2)
-        except ConfigError as error:
-            fix = str(error).rpartition("use ")[2].rstrip(".")
-            validate(load(recipe, [settings[0], f"train.recompute_ops={fix}"]), 2)
-
-
-@pytest.mark.parametrize(
-    ("given", "example"), [("mlp", "[mlp]"), ("[attention]", "[core_attn]"), ("[mlp,norm]", "[mlp]")]
-)
-def test_a_list_of_names_is_shown_as_it_is_written(given: str, example: str) -> None:
-    with pytest.raises(ConfigError, match="each one of core_attn, layernorm") as caught:
-        load("llama-tiny", [f"train.recompute_ops={given}"])
-    assert f"write it in brackets and quotes, such as '{example}'" in str(caught.value)
+    refuses(overrides, world, path, words, mend)
 
 
 @pytest.mark.parametrize(
@@ -592,4 +498,4 @@ ADAPTERS = [
 
 @pytest.mark.parametrize(("overrides", "world", "path", "words", "mend"), ADAPTERS)
 def test_rules_of_fine_tuning(overrides: str, world: int, path: str, words: str, mend: str) -> None:
-    test_rule(overrides, world, path if "." in path else f"model.adapter.{path}", words, mend)
+    refuses(overrides, world, path if "." in path else f"model.adapter.{path}", words, mend)

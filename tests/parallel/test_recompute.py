@@ -125,6 +125,7 @@ def test_named_operations_change_no_bit_of_any_layout(ranks, name):
         for r in ("none", *sets)
     ]
     none, *others = (assemble(c, ranks(world, run, c, world)) for c in configs)
+    assert none.gradients
     for other in others:
         equal(none, other)
 

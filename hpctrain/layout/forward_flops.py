@@ -20,6 +20,11 @@ OF_ACTIVATION = {"swiglu": 5, "gelu": 5, "gelu_tanh": 9}
 """Of an element of what an MLP's last linear takes."""
 
 
+def attention(model: ModelConfig, seq: int) -> int:
+    """Of a token of a layer: products with the keys it may see and with their values, half of `seq` each."""
+    return 2 * seq * model.heads * model.head_width
+
+
 @cache
 def of_layer(model: ModelConfig, seq: int, routed: bool) -> dict[Operation | None, int]:
     """Of a token in a sequence of `seq`, by operation that is computed again alone; None is all of the layer."""
@@ -32,7 +37,7 @@ def of_layer(model: ModelConfig, seq: int, routed: bool) -> dict[Operation | Non
     shared = model.moe.shared_ffn if model.moe and routed else 0
     activation = OF_ACTIVATION[model.activation]
     out: dict[Operation | None, int] = {
-        "core_attn": 2 * seq * model.heads * model.head_width,
+        "core_attn": attention(model, seq),
         "layernorm": 2 * OF_NORM[model.norm] * model.hidden,
         "activation": activation * (rows * width + shared),
     }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from hpctrain.layout.forward_flops import attention
 from hpctrain.plan.gemm import Array, gemm, streamed
 from hpctrain.plan.links import Machine
 from hpctrain.plan.work import Points, Work
@@ -41,9 +42,7 @@ def efficiency(machine: Machine, work: Work, points: Points, backward: bool) -> 
 
 def core_flops(work: Work, points: Points) -> Array:
     """Forward FLOPs of one layer's attention on a rank, the causal half."""
-    model = work.model
-    pairs = points.micro_batch * work.seq * work.seq / 2 / points.cp
-    return 4 * pairs * model.heads / points.tp * model.head_width
+    return points.micro_batch * work.seq / points.cp * attention(work.model, work.seq) / points.tp
 
 
 def core(machine: Machine, work: Work, points: Points) -> Core:

@@ -17,6 +17,7 @@ import re
 from dataclasses import dataclass
 
 from hpctrain.config.schema import ModelConfig, Precision
+from hpctrain.layout.forward_flops import attention
 from hpctrain.layout.parameters import matmul_weights
 
 HALF: tuple[Precision, ...] = ("bf16", "fp16")
@@ -90,8 +91,8 @@ def flops_per_token(model: ModelConfig, seq: int) -> TokenFlops:
     keys and `seq` values of width d: 2 x 2 x seq x d forward, three times that in all.
     """
     weights = 4 * matmul_weights(model) + 2 * matmul_weights(model, trained=True)
-    attention = 12 * model.layers * model.heads * model.head_width * seq
-    return TokenFlops(weights + attention, weights + attention // 2)
+    causal = 3 * model.layers * attention(model, seq)
+    return TokenFlops(weights + 2 * causal, weights + causal)
 
 
 def peak_flops(device_name: str, precision: Precision) -> float | None:

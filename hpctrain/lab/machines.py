@@ -24,8 +24,7 @@ TCP_LISTEN = "0A"
 NULL_DEVICE = os.makedev(1, 3)
 
 SHARED = ("chrt", "--batch", "0")
-"""Ranks of all nodes share the CPUs of one machine: they do not interrupt each other when they wake up. One that held
-the lock of a connection would leave another to spin until its turn comes again."""
+"""Before what runs on nodes, which share the CPUs of one machine (`launch.life.process.let_others_finish` says why)."""
 
 # The pid is written by the process that it belongs to, before it becomes anything that has to be ended.
 LAUNCH = 'read -r stat </proc/$$/stat && echo "$stat" >"$1.new" && mv "$1.new" "$1" && shift && exec "$@"'

@@ -7,7 +7,6 @@ Three tables are used and no other: MAMF (achievable matrix products), the NCCL 
 
 from __future__ import annotations
 
-import itertools
 import math
 import random
 from collections.abc import Callable, Sequence
@@ -20,7 +19,7 @@ from hpctrain.layout.bus import factor
 from hpctrain.plan.constants import Constants, Line, Link, Training
 from hpctrain.plan.gemm import Device, gemm
 from hpctrain.plan.hardware import hardware, names
-from hpctrain.plan.links import Group, Machine
+from hpctrain.plan.links import GAP, Group, Machine
 
 OUT = Path(__file__).parents[2] / "hpctrain" / "plan" / "constants.yaml"
 
@@ -42,18 +41,30 @@ HOP_INSIDE, HOP_BETWEEN = 1.9e-6, 14e-6
 Not fitted: the sweeps are of one size of group each."""
 
 
-def filled_share(cluster: str, dtype: str, tflops: float, shape: str) -> float:
-    """Share of the peak that products reach which fill the device for ever, if this shape reaches `tflops`."""
-    made = hardware(cluster)
-    m, n, k = map(float, shape.split("x"))
-    peak = made.peak("bf16" if dtype == "bf16" else "fp8")
+SCANNED = {"NVIDIA A100 SXM": 5376, "AMD MI300X": 5376}
+"""Up to which m, n and k the table's maxima were searched for, in steps of `STEP`, where not up to `MOST` (the ranges
+that compute/accelerator/benchmarks/README.md of ML Engineering gives for each)."""
+
+STEP, MOST = 256, 20480
+
+
+def fastest(device: Device, width: float, most: int) -> float:
+    """FLOP/s of the fastest of all products with m, n and k up to `most`."""
+    sizes = np.arange(STEP, most + 1, STEP, dtype=float)
+    m, n = np.meshgrid(sizes, sizes)
+    return max(float(np.max(2 * m * n * k / gemm(device, m, n, k, 1.0, width))) for k in sizes)
+
+
+def filled_share(cluster: str, dtype: str, tflops: float, most: int) -> float:
+    """Share of the peak that products reach which fill the device for ever, if the fastest of all shapes reaches
+    `tflops`: the table's figures are maxima."""
+    made, width = hardware(cluster), 1.0 if dtype == "fp8" else 2.0
     low, high = 0.1, 1.5
-    for _ in range(60):
+    while high - low > 2e-4:
         share = (low + high) / 2
-        device = Device(peak * share, made.gpu.sms.value, made.gpu.memory_bandwidth.value, 3e-6)
-        reached = 2 * m * n * k / float(gemm(device, m, n, k, 1.0, 1.0 if dtype == "fp8" else 2.0))
-        low, high = (share, high) if reached < tflops * 1e12 else (low, share)
-    return round(share, 3)
+        device = Device(made.peak(dtype) * share, made.gpu.sms.value, made.gpu.memory_bandwidth.value, GAP)
+        low, high = (share, high) if fastest(device, width, most) < tflops * 1e12 else (low, share)
+    return round((low + high) / 2, 3)
 
 
 def matmul() -> dict[str, dict[str, float]]:
@@ -64,7 +75,8 @@ def matmul() -> dict[str, dict[str, float]]:
         out[cluster] = {}
         for dtype, name in zip(("bf16", "fp8"), chosen or ()):
             if row := rows.get((name, dtype)):
-                out[cluster][dtype] = filled_share(cluster, dtype, float(row["mamf_tflops"]), row["best_shape_mnk"])
+                most = SCANNED.get(name, MOST)
+                out[cluster][dtype] = filled_share(cluster, dtype, float(row["mamf_tflops"]), most)
         if "bf16" in out[cluster]:
             out[cluster]["fp16"] = out[cluster]["bf16"]
     out["v100"] = {"fp16": out["dgx-a100"]["fp16"]}  # not in the table
@@ -195,30 +207,45 @@ MEMORY = 0.88
 2.04 TB/s (published with BabelStream, University of Bristol). Not fitted."""
 
 
-COARSE, FINE = 0.016, 0.001
-"""First and last step of `least`; constants are written with three digits."""
+FINE = 2e-4
+"""To which shares are searched for; constants are written with three digits."""
+
+GOLDEN = (math.sqrt(5) - 1) / 2
 
 
-def least(loss: Callable[[tuple[float, ...]], float], start: tuple[float, ...]) -> tuple[float, ...]:
-    """The minimum on a grid of `FINE`: no neighbour of it, across corners included, is lower."""
-    at, best, step = start, loss(start), COARSE
-    while step >= FINE:
-        around = itertools.product((-step, 0.0, step), repeat=len(at))
-        near = {tuple(round(min(x + d, 1.0), 3) for x, d in zip(at, moves)) for moves in around} - {at}
-        lowest, where = min((loss(trial), trial) for trial in near)
-        if lowest < best:
-            at, best = where, lowest
+def lowest(loss: Callable[[float], float], low: float, high: float) -> float:
+    """Where a function that has one valley is lowest: golden-section search, to `FINE`."""
+    a, b = high - GOLDEN * (high - low), low + GOLDEN * (high - low)
+    of_a, of_b = loss(a), loss(b)
+    while high - low > FINE:
+        if of_a < of_b:
+            high, b, of_b = b, a, of_a
+            a = high - GOLDEN * (high - low)
+            of_a = loss(a)
         else:
-            step /= 2
-    return at
+            low, a, of_a = a, b, of_b
+            b = low + GOLDEN * (high - low)
+            of_b = loss(b)
+    return (low + high) / 2
 
 
-def squares(constants: Constants) -> Callable[[tuple[float, ...]], float]:
+def least(loss: Callable[[tuple[float, float]], float], low: float = 0.5, high: float = 1.0) -> tuple[float, float]:
+    """Where a function of two shares is lowest. The valley is long and narrow and lies askew, so that the second share
+    is searched for along its floor."""
+
+    def floor(second: float) -> float:
+        return lowest(lambda first: loss((first, second)), low, high)
+
+    second = lowest(lambda second: loss((floor(second), second)), low, high)
+    return round(floor(second), 3), round(second, 3)
+
+
+def squares(constants: Constants) -> Callable[[tuple[float, float]], float]:
     """The sum over the eight rows of T5 of squared logarithms of predicted over published, by what products and
     collectives reach in a step."""
     rows = [row for row in korthikanti() if row.table == "Korthikanti T5"]
 
-    def loss(shares: tuple[float, ...]) -> float:
+    def loss(shares: tuple[float, float]) -> float:
         tried = constants.model_copy(update={"training": of_step(shares)})
         return sum(math.log(float(row.price(tried).time) / row.seconds) ** 2 for row in rows)
 
@@ -226,14 +253,27 @@ def squares(constants: Constants) -> Callable[[tuple[float, ...]], float]:
 
 
 def of_step(shares: Sequence[float]) -> Training:
-    """What a step reaches of benchmarks: of products and of collectives."""
+    """What a step reaches of benchmarks: of products, and of collectives inside a domain."""
     source = "matmul, collective: Korthikanti T5, least squares of the logarithm; memory: BabelStream"
     return Training(matmul=shares[0], memory=MEMORY, collective=shares[1], source=source)
 
 
 def training(constants: Constants) -> Training:
     """Both shares at the minimum of `squares`."""
-    return of_step(least(squares(constants), (0.9, 0.8)))
+    return of_step(least(squares(constants)))
+
+
+def of_networks(constants: Constants) -> list[tuple[float, float]]:
+    """What T5 tells of networks, whose rate is not fitted to it: the least sum of squares by the share of that rate."""
+    out = []
+    for share in (0.5, 0.75, 1.0):
+        links = dict(constants.links)
+        for kind in ("infiniband", "infiniband-ndr"):
+            lines = tuple(line.model_copy(update={"rate": line.rate * share}) for line in links[kind].lines)
+            links[kind] = links[kind].model_copy(update={"lines": lines})
+        loss = squares(constants.model_copy(update={"links": links}))
+        out.append((share, loss(least(loss))))
+    return out
 
 
 def text(constants: Constants) -> str:
@@ -261,6 +301,8 @@ def main() -> None:
     fitted = first.model_copy(update={"training": training(first)})
     OUT.write_text(text(fitted), encoding="utf-8")
     print(text(fitted))
+    for share, value in of_networks(first):
+        print(f"T5 with networks at {share:g} of their rate: root mean square error {math.sqrt(value / 8):.2%}")
 
 
 if __name__ == "__main__":

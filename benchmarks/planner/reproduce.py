@@ -169,7 +169,7 @@ def _constants(fitted: Constants) -> list[str]:
     t = fitted.training
     lines = ["| constant | value | fitted on |", "|---|---|---|"]
     lines.append(f"| products in a step, of those alone | {t.matmul:g} | Korthikanti T5 |")
-    lines.append(f"| collectives in a step, of those alone | {t.collective:g} | Korthikanti T5 |")
+    lines.append(f"| collectives inside a domain in a step, of those alone | {t.collective:g} | Korthikanti T5 |")
     lines.append(f"| memory's bandwidth that streaming reaches | {t.memory:g} | not fitted: BabelStream on A100 |")
     for cluster, shares in fitted.matmul.items():
         text = ", ".join(f"{dtype} {share:g}" for dtype, share in shares.items())

@@ -130,9 +130,11 @@ FSDP_2023 = Runtime(attention="flash1", scattered=True, reduce_bytes=4, buffers=
 """llm-foundry of 2023: PyTorch FSDP; Composer's mixed precision DEFAULT reduces in float32, PURE in
 bf16; Triton FlashAttention."""
 
-ZERO3_2021 = Runtime(attention="unfused", reduce_bytes=2, loss_bytes=48, one_port=True, buffers=False)
-"""DeepSpeed 0.3 of early 2021. That its collectives reach one port's rate and not eight ports' is an assumption:
-nothing printed says so. With all ports the same model is about 45% too fast on these rows."""
+ZERO3_2021 = Runtime(attention="unfused", reduce_bytes=2, loss_bytes=48, one_port=True, gathers=4, buffers=False)
+"""DeepSpeed 0.3.13 of early 2021: each parameter is gathered by itself and its gradient reduced by itself, and those of
+less than 100,000 elements stay whole, so that of a layer there are four (runtime/zero/partition_parameters.py,
+_allgather_param and _reduce_scatter_gradient; runtime/zero/constants.py). That its collectives reach one port's rate
+and not eight ports' is an assumption: nothing printed says so."""
 
 
 @dataclass(frozen=True)

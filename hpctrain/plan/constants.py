@@ -50,7 +50,11 @@ class Link(Section):
 
 
 class Training(Section):
-    """What a step reaches of what a benchmark of one operation does."""
+    """What a step reaches of what a benchmark of one operation does.
+
+    Attributes:
+        collective: of collectives over the links of a domain.
+    """
 
     matmul: Share
     memory: Share

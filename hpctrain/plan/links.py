@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from hpctrain.layout.traffic import wire
-from hpctrain.plan.constants import Constants, Line, Link, Profile
+from hpctrain.plan.constants import Constants, Link, Profile
 from hpctrain.plan.gemm import Array, Device
 from hpctrain.plan.hardware import Dtype, Hardware
 
@@ -124,6 +124,12 @@ class Machine:
         return self.constants.links[self.hardware.fabric.network]
 
     @property
+    def inner(self) -> float:
+        """Bytes/s of a device's links in its domain, as they are in a step. What a step reaches of a sweep is known of
+        collectives of tp (`Training`), which run over these links; networks are taken to do as in their sweeps."""
+        return self.hardware.domain.bandwidth.value * self.constants.training.collective
+
+    @property
     def port(self) -> float:
         """Bytes/s that a device's share of the host's ports carries, each way; of no ports nobody asks, and they take
         no time."""
@@ -154,8 +160,7 @@ class Machine:
         """Seconds of a ring of copies that devices of one domain make into each other's memory, as user buffers do: at
         the rate of large messages, and a hop for each, with no library in between."""
         sent = wire(operation, payload, group.size)  # type: ignore[arg-type]
-        rate = self._rate(self.fast.lines[-1], self.hardware.domain.bandwidth.value)
-        inside = sent / rate + self.fast.hop * STEPS[operation] * (group.size - 1)
+        inside = sent / (self.fast.lines[-1].rate * self.inner) + self.fast.hop * STEPS[operation] * (group.size - 1)
         across = group.domains > 1
         return np.where(across, self.collective(operation, payload, group), inside) * (group.size > 1)
 
@@ -199,7 +204,7 @@ class Machine:
 
     def send(self, payload: Array, away: Array) -> Array:
         """Seconds until another rank has `payload` bytes; `away`: it is in another domain."""
-        near = self._lines(self.fast, payload, self.hardware.domain.bandwidth.value, self.fast.hop)
+        near = self._lines(self.fast, payload, self.inner, self.fast.hop)
         far = self._lines(self.net, payload, self.port, self.net.hop, 2)
         if self.profile is not None:
             near = self._sent(payload, False, near)
@@ -229,32 +234,28 @@ class Machine:
         start, best = link.lines[0].latency, np.inf
         for line in link.lines:
             fill = (line.latency - start) * steps / (STEPS["all_reduce"] * (link.ranks - 1))
-            best = np.minimum(best, start * rounds / 2 + fill + sent / self._rate(line, bandwidth))
+            best = np.minimum(best, start * rounds / 2 + fill + sent / (line.rate * bandwidth))
         return best + hops
-
-    def _rate(self, line: Line, bandwidth: Array) -> Array:
-        return line.rate * bandwidth * self.constants.training.collective
 
     def _inside(self, operation: str, payload: Array, size: Array) -> list[tuple[str, Array]]:
         """Over the fast link, in one domain. An all-to-all has no ring: NCCL runs up to 8 sends in each block of a
         kernel (src/include/device.h), so that there is a step for all and none for each."""
-        bandwidth = self.hardware.domain.bandwidth.value
         rounds = STEPS[operation]
         steps = 1 if operation == "all_to_all" else rounds * (size - 1)
         sent = wire(operation, payload, size)  # type: ignore[arg-type]
-        ring = self._lines(self.fast, sent, bandwidth, self.fast.hop * steps, rounds, steps)
+        ring = self._lines(self.fast, sent, self.inner, self.fast.hop * steps, rounds, steps)
         out = [("in-domain ring", ring)]
         if operation == "all_reduce" and self.fast.all_reduce is not None:
-            rate = self.fast.all_reduce * bandwidth * self.constants.training.collective
-            out.append(("in-switch", np.where(size > 4, self.fast.lines[0].latency + payload / rate, np.inf)))
+            switched = self.fast.lines[0].latency + payload / (self.fast.all_reduce * self.inner)
+            out.append(("in-switch", np.where(size > 4, switched, np.inf)))
         return out
 
     def _outer(self, sent: Array, inside: Array, hops: Array, share: float = 1.0) -> Array:
         """Bytes out of each device of a ring that goes through domains by `inside` devices' ports."""
-        inner = self.fast.lines[-1].rate * self.hardware.domain.bandwidth.value
+        inner = self.fast.lines[-1].rate * self.inner
         best: Array = np.inf
         for line in self.net.lines:
-            rate = np.minimum(line.rate * self.port * inside * share, inner) * self.constants.training.collective
+            rate = np.minimum(line.rate * self.port * inside * share, inner)
             best = np.minimum(best, line.latency + sent / rate)
         return best + hops
 
@@ -290,10 +291,9 @@ class Machine:
         """Each device to each other, all at once: what stays in the domain by its link, beside it what leaves by the
         port."""
         size, inside = group.size, group.inside
-        near = payload * (inside - 1) / size / (self.fast.lines[-1].rate * self.hardware.domain.bandwidth.value)
+        near = payload * (inside - 1) / size / (self.fast.lines[-1].rate * self.inner)
         beyond = np.ones_like(np.asarray(size, float))
         for level in self.hardware.fabric.levels:
             beyond = np.where(group.span > level.devices, beyond * level.oversubscription.value, beyond)
         far = payload * (size - inside) / size * beyond / (self.net.lines[-1].rate * self.port)
-        share = self.constants.training.collective
-        return np.maximum(near, far) / share + self.net.lines[0].latency + self.net.hop
+        return np.maximum(near, far) + self.net.lines[0].latency + self.net.hop

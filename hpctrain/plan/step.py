@@ -94,8 +94,9 @@ def zero3(machine: Machine, work: Work, points: Points, numel: Array, cost: Cost
         group = replace(
             group, inside=np.minimum(group.inside, machine.hardware.host.devices / machine.hardware.host.nics.value)
         )
-    gather = machine.collective("all_gather", numel * work.weight_width / group.size, group)
-    reduce = machine.collective("reduce_scatter", numel * runtime.reduce_bytes, group)
+    each, times = numel / runtime.gathers, runtime.gathers
+    gather = times * machine.collective("all_gather", each * work.weight_width / group.size, group)
+    reduce = times * machine.collective("reduce_scatter", each * runtime.reduce_bytes, group)
     on, again = (points.stage == 3) & (group.size > 1), 1.0 * (points.reshard == 1)
     forward = hidden_part(gather, cost.forward.total, share)
     backward = hidden_part(gather * again + reduce, cost.backward.total, share)

@@ -35,6 +35,7 @@ class Runtime:
         scatter_sends: each rank of tp sends a part of what all have, and the part is gathered there.
         scattered: ZeRO 1 and 2 reduce-scatter gradients; otherwise all-reduce.
         one_port: ZeRO 3's collectives leave a host by one of its ports, as a ring of one channel does.
+        gathers: collectives by which ZeRO 3 gathers a layer's weights, and by which it reduces their gradients.
         expert_streams: products of a rank's experts that run beside each other; 0: one kernel for all of them.
         fused: gate and up projections of an MLP are one product.
         activation_passes: times that an MLP without a gate passes over its inner numbers, forward and backward.
@@ -66,6 +67,7 @@ class Runtime:
     scatter_sends: bool = False
     scattered: bool = False
     one_port: bool = False
+    gathers: int = 1
     expert_streams: int = 0
     fused: bool = False
     activation_passes: tuple[int, int] = (2, 3)

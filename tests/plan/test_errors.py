@@ -12,6 +12,9 @@ from benchmarks.planner import fit, memory, nemo, reproduce, rows
 from hpctrain.config.load import load
 from hpctrain.config.schema import ModelConfig, MoeConfig
 from hpctrain.plan.constants import constants, fingerprint
+from hpctrain.plan.gemm import Device
+from hpctrain.plan.hardware import Dtype, hardware
+from hpctrain.plan.links import GAP
 from hpctrain.telemetry.flops import flops_per_token
 
 PAGE = (Path(__file__).parents[2] / "docs" / "planner-errors.md").read_text(encoding="utf-8")
@@ -81,12 +84,31 @@ def test_products_that_fill_the_device_are_those_of_mamf() -> None:
     assert 0.85 < fitted["dgx-a100"]["bf16"] < 0.95
 
 
-def test_the_minimum_of_a_tilted_bowl_is_found() -> None:
-    def bowl(at: tuple[float, ...]) -> float:
-        x, y = at[0] - 0.874, at[1] - 0.713
-        return (x + y) ** 2 + 0.01 * (x - y) ** 2
+@pytest.mark.parametrize(("cluster", "dtype", "tflops"), [("dgx-h100", "fp8", 1402.6), ("gb200-nvl72", "bf16", 1822.0)])
+def test_no_product_is_faster_than_the_fastest_that_was_measured(cluster: str, dtype: Dtype, tflops: float) -> None:
+    """MAMF is a maximum over shapes, and of one shape of them here, whatever was the best one there."""
+    gpu = hardware(cluster).gpu
+    rate = hardware(cluster).peak(dtype) * constants().matmul[cluster][dtype]
+    device = Device(rate, gpu.sms.value, gpu.memory_bandwidth.value, GAP)
+    assert fit.fastest(device, 1.0 if dtype == "fp8" else 2.0, fit.MOST) == pytest.approx(tflops * 1e12, rel=1e-3)
 
-    assert fit.least(bowl, (0.9, 0.8)) == (0.874, 0.713)
+
+def test_the_minimum_of_a_valley_that_lies_askew_is_found() -> None:
+    """Narrow, and four times as long in one share as in the other: no step along either goes down its floor."""
+
+    def valley(at: tuple[float, float]) -> float:
+        x, y = at[0] - 0.874, at[1] - 0.713
+        return (4 * x + y) ** 2 + 0.01 * (x - y) ** 2
+
+    assert fit.least(valley) == pytest.approx((0.874, 0.713), abs=1.1e-3)
+
+
+def test_no_other_shares_are_nearer_to_t5() -> None:
+    """Beside, and along the valley."""
+    loss, now = fit.squares(constants()), constants().training
+    at = now.matmul, now.collective
+    for first, second in ((0.01, 0), (0, 0.02), (-0.008, 0.04), (-0.02, 0.1)):
+        assert loss((at[0] + first, at[1] + second)) > loss(at) < loss((at[0] - first, at[1] - second))
 
 
 def test_zero_3_stops_scaling_where_it_was_seen_to() -> None:
@@ -132,8 +154,8 @@ def cases() -> dict[str, nemo.Case]:
 
 
 def test_recommended_layouts_are_near_the_best_of_the_page() -> None:
-    """80% is wanted and not reached yet; this holds what there is. The best layouts are those the page lists, which a
-    search took (`make reproduce`); their times, and those of the recommended ones, are this model's."""
+    """80% of them. The best layouts are those the page lists, which a search took (`make reproduce`); their times, and
+    those of the recommended ones, are this model's."""
     ratios = []
     for name, ratio, theirs, ours in LISTED:
         one = cases()[name]
@@ -142,7 +164,7 @@ def test_recommended_layouts_are_near_the_best_of_the_page() -> None:
         ratios.append(made.ratio or 9.0)
     close = sum(ratio <= nemo.CLOSE for ratio in ratios)
     assert f"**{close} of {len(ratios)} rows" in PAGE and len(ratios) > 50
-    assert close >= 0.72 * len(ratios)
+    assert close >= 0.8 * len(ratios)
 
 
 @pytest.mark.parametrize("number", [14, 22, 45, 58, 101])

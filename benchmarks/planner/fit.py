@@ -28,34 +28,32 @@ MAMF = {
     "a100-40g": ("NVIDIA A100 SXM", ""),
     "dgx-a100": ("NVIDIA A100 SXM", ""),
     "dgx-h100": ("NVIDIA H100 SXM", "NVIDIA H100 SXM"),
-    "dgx-h200": ("NVIDIA H100 SXM", "NVIDIA H100 SXM"),
+    "dgx-h200": ("NVIDIA H100 SXM", "NVIDIA H200 SXM"),
     "dgx-b200": ("NVIDIA B200 SXM", "NVIDIA B200 SXM"),
     "gb200-nvl72": ("NVIDIA GB200 SXM", "NVIDIA GB200 SXM"),
     "mi300x": ("AMD MI300X", ""),
     "cpu-lab": None,
 }
-"""Rows of the table for bf16 (fp16 is taken to be the same) and fp8, by cluster. It says that H200 is as H100."""
+"""Rows of the table for bf16 (fp16 is taken to be the same) and fp8, by cluster; H200 is said to be as H100 in bf16."""
 
 HOP_INSIDE, HOP_BETWEEN = 1.9e-6, 14e-6
 """Seconds of a step of a ring over NVLink (LL128) and between hosts (Simple): NCCL's tuning model, src/graph/tuning.cc.
 Not fitted: the sweeps are of one size of group each."""
 
 
-SCANNED = {"NVIDIA A100 SXM": 5376, "AMD MI300X": 5376}
-"""Up to which m, n and k the table's maxima were searched for, in steps of `STEP`, where not up to `MOST` (the ranges
-that compute/accelerator/benchmarks/README.md of ML Engineering gives for each)."""
-
 STEP, MOST = 256, 20480
+"""Sizes of m, n and k among which the table's maxima were looked for (compute/accelerator/benchmarks/README.md of ML
+Engineering): the widest range it gives. All best shapes that the table prints are inside."""
 
 
-def fastest(device: Device, width: float, most: int) -> float:
-    """FLOP/s of the fastest of all products with m, n and k up to `most`."""
-    sizes = np.arange(STEP, most + 1, STEP, dtype=float)
+def fastest(device: Device, width: float) -> float:
+    """FLOP/s of the fastest of these products."""
+    sizes = np.arange(STEP, MOST + 1, STEP, dtype=float)
     m, n = np.meshgrid(sizes, sizes)
     return max(float(np.max(2 * m * n * k / gemm(device, m, n, k, 1.0, width))) for k in sizes)
 
 
-def filled_share(cluster: str, dtype: str, tflops: float, most: int) -> float:
+def filled_share(cluster: str, dtype: str, tflops: float) -> float:
     """Share of the peak that products reach which fill the device for ever, if the fastest of all shapes reaches
     `tflops`: the table's figures are maxima."""
     made, width = hardware(cluster), 1.0 if dtype == "fp8" else 2.0
@@ -63,7 +61,7 @@ def filled_share(cluster: str, dtype: str, tflops: float, most: int) -> float:
     while high - low > 2e-4:
         share = (low + high) / 2
         device = Device(made.peak(dtype) * share, made.gpu.sms.value, made.gpu.memory_bandwidth.value, GAP)
-        low, high = (share, high) if fastest(device, width, most) < tflops * 1e12 else (low, share)
+        low, high = (share, high) if fastest(device, width) < tflops * 1e12 else (low, share)
     return round((low + high) / 2, 3)
 
 
@@ -75,8 +73,7 @@ def matmul() -> dict[str, dict[str, float]]:
         out[cluster] = {}
         for dtype, name in zip(("bf16", "fp8"), chosen or ()):
             if row := rows.get((name, dtype)):
-                most = SCANNED.get(name, MOST)
-                out[cluster][dtype] = filled_share(cluster, dtype, float(row["mamf_tflops"]), most)
+                out[cluster][dtype] = filled_share(cluster, dtype, float(row["mamf_tflops"]))
         if "bf16" in out[cluster]:
             out[cluster]["fp16"] = out[cluster]["bf16"]
     out["v100"] = {"fp16": out["dgx-a100"]["fp16"]}  # not in the table
@@ -215,6 +212,7 @@ GOLDEN = (math.sqrt(5) - 1) / 2
 
 def lowest(loss: Callable[[float], float], low: float, high: float) -> float:
     """Where a function that has one valley is lowest: golden-section search, to `FINE`."""
+    start, end = low, high
     a, b = high - GOLDEN * (high - low), low + GOLDEN * (high - low)
     of_a, of_b = loss(a), loss(b)
     while high - low > FINE:
@@ -226,10 +224,12 @@ def lowest(loss: Callable[[float], float], low: float, high: float) -> float:
             low, a, of_a = a, b, of_b
             b = low + GOLDEN * (high - low)
             of_b = loss(b)
-    return (low + high) / 2
+    found = (low + high) / 2
+    assert found - start > FINE and end - found > FINE, "the lowest place is at an end"
+    return found
 
 
-def least(loss: Callable[[tuple[float, float]], float], low: float = 0.5, high: float = 1.0) -> tuple[float, float]:
+def least(loss: Callable[[tuple[float, float]], float], low: float = 0.4, high: float = 1.2) -> tuple[float, float]:
     """Where a function of two shares is lowest. The valley is long and narrow and lies askew, so that the second share
     is searched for along its floor."""
 

@@ -19,7 +19,7 @@ from hpctrain.plan.hardware import hardware
 from hpctrain.plan.links import Machine
 from hpctrain.plan.played import price
 from hpctrain.plan.step import Price
-from hpctrain.plan.work import Points, Runtime, Work
+from hpctrain.plan.work import ByModule, Points, Runtime, Work
 
 TABLES = Path(__file__).parents[1] / "published"
 
@@ -130,11 +130,21 @@ FSDP_2023 = Runtime(attention="flash1", scattered=True, reduce_bytes=4, buffers=
 """llm-foundry of 2023: PyTorch FSDP; Composer's mixed precision DEFAULT reduces in float32, PURE in
 bf16; Triton FlashAttention."""
 
-ZERO3_2021 = Runtime(attention="unfused", reduce_bytes=2, loss_bytes=48, one_port=True, gathers=4, buffers=False)
-"""DeepSpeed 0.3.13 of early 2021: each parameter is gathered by itself and its gradient reduced by itself, and those of
-less than 100,000 elements stay whole, so that of a layer there are four (runtime/zero/partition_parameters.py,
-_allgather_param and _reduce_scatter_gradient; runtime/zero/constants.py). That its collectives reach one port's rate
-and not eight ports' is an assumption: nothing printed says so."""
+ZERO3_2021 = Runtime(
+    attention="unfused",
+    reduce_bytes=2,
+    loss_bytes=48,
+    one_port=True,
+    by_module=ByModule(),
+    lists=True,
+    buffers=False,
+)
+"""DeepSpeed 0.3.13 of early 2021, as its sources have it, with its defaults. Each weight of 100,000 elements or more is
+gathered by itself, by a list of tensors, and its gradient reduced so; the device is waited for before
+(runtime/zero/partition_parameters.py). A module's weights are gathered ahead while the one before computes, if not too
+many are there, and let go after it if they are not used again soon (runtime/zero/stage3.py; limits in
+runtime/zero/constants.py). PyTorch copies the tensors of a list one after the other (lib/c10d/ProcessGroupNCCL.cpp).
+That its collectives reach one port's rate and not eight ports' is an assumption: nothing printed says so."""
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,9 @@ from hpctrain.cli.outputs import Output
 from hpctrain.cli.tables import columns
 from hpctrain.errors import ConfigError
 
+LARGE = {"cpu": "512,1024,2048", "cuda": "4096,8192,16384"}
+"""Products that fill a device: small ones do not, and the planner would take their rate for that of all."""
+
 PRECISIONS = {"bfloat16": "bf16", "float16": "fp16", "float32": "float32", "float64": "float64"}
 """As the planner calls them."""
 
@@ -62,12 +65,12 @@ def _show(rows: Sequence[dict[str, Any]], as_json: bool, lines: Sequence[dict[st
 
 
 @click.command(epilog="\b\nExample:  hpctrain bench gemm --shapes 256,512x2048x512 --dtype float32,bfloat16")
-@click.option("--shapes", default="512,1024,2048", show_default=True, help="N or MxNxK, with commas between.")
+@click.option("--shapes", help="N or MxNxK, with commas between; by default 512,1024,2048, on a GPU 4096,8192,16384.")
 @click.option("--dtype", "dtypes", default="float32", show_default=True, help="With commas between.")
 @click.option("-n", "--iterations", type=click.IntRange(1, 10**6), default=10, show_default=True)
 @_options
 def gemm(
-    shapes: str,
+    shapes: str | None,
     dtypes: str,
     iterations: int,
     device: str,
@@ -87,7 +90,7 @@ def gemm(
             raise ConfigError("--dtype", name, f"must be one of {', '.join(PRECISIONS)}")
     on = _device(device, threads, profile, cluster)
     with working("products"):
-        rows = list(products(shapes_of(shapes), names, iterations, on))
+        rows = list(products(shapes_of(LARGE[on.type] if shapes is None else shapes), names, iterations, on))
     if profile:
         best = {PRECISIONS[d]: max(r["flops"] for r in rows if r["dtype"] == d) for d in names}
         update(profile, cluster, matmul=best)

@@ -102,6 +102,12 @@ class Machine:
         made = domain.model_copy(update={"devices": inside})
         return replace(self, hardware=self.hardware.model_copy(update={"domain": made}))
 
+    def of_one_port(self) -> Machine:
+        """The same where a host has one port."""
+        host = self.hardware.host
+        made = host.model_copy(update={"nics": host.nics.model_copy(update={"value": 1})})
+        return replace(self, hardware=self.hardware.model_copy(update={"host": made}))
+
     def group(self, size: Array, stride: Array) -> Group:
         """The group of an axis whose neighbours are `stride` ranks apart; ranks fill one domain after another."""
         domain = self.hardware.domain.devices
@@ -251,8 +257,9 @@ class Machine:
         return out
 
     def _outer(self, sent: Array, inside: Array, hops: Array, share: float = 1.0) -> Array:
-        """Bytes out of each device of a ring that goes through domains by `inside` devices' ports."""
-        inner = self.fast.lines[-1].rate * self.inner
+        """Bytes out of each device of a ring that goes through domains by `inside` devices' ports. Inside them it goes
+        no faster than in a sweep."""
+        inner = self.fast.lines[-1].rate * self.hardware.domain.bandwidth.value
         best: Array = np.inf
         for line in self.net.lines:
             rate = np.minimum(line.rate * self.port * inside * share, inner)

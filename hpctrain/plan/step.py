@@ -16,10 +16,11 @@ import numpy as np
 from hpctrain.config.schema import ModelConfig
 from hpctrain.layout.parameters import parameter_specs
 from hpctrain.layout.stages import Stage
+from hpctrain.plan.by_module import Seconds, of_layer, seconds
 from hpctrain.plan.gemm import Array
 from hpctrain.plan.layer import Cost, first, hidden_part, last, layer
 from hpctrain.plan.links import Machine
-from hpctrain.plan.work import NAMES, Phase, Points, Work
+from hpctrain.plan.work import NAMES, ByModule, Phase, Points, Work
 
 PARTS = ("compute", "tp", "cp", "ep", "pp bubble", "pp sends", "dp", "shard", "optimizer", "offload")
 """What a step's time is made of, in the order of tables."""
@@ -88,19 +89,37 @@ def zero3(machine: Machine, work: Work, points: Points, numel: Array, cost: Cost
     times the weights in all (ZeRO, arXiv 1910.02054, section 7).
     """
     runtime = work.runtime
+    machine = machine.of_one_port() if runtime.one_port else machine
     group = machine.group(points.dp * points.cp, points.tp)
-    share = machine.busy(group)
-    if runtime.one_port:
-        group = replace(
-            group, inside=np.minimum(group.inside, machine.hardware.host.devices / machine.hardware.host.nics.value)
-        )
-    each, times = numel / runtime.gathers, runtime.gathers
-    gather = times * machine.collective("all_gather", each * work.weight_width / group.size, group)
-    reduce = times * machine.collective("reduce_scatter", each * runtime.reduce_bytes, group)
-    on, again = (points.stage == 3) & (group.size > 1), 1.0 * (points.reshard == 1)
-    forward = hidden_part(gather, cost.forward.total, share)
-    backward = hidden_part(gather * again + reduce, cost.backward.total, share)
+    copies = group.size * machine.gap * runtime.lists
+
+    def gather(elements: Array) -> Array:
+        return machine.collective("all_gather", elements * work.weight_width / group.size, group) + copies
+
+    def reduce(elements: Array) -> Array:
+        return machine.collective("reduce_scatter", elements * runtime.reduce_bytes, group) + copies
+
+    on = (points.stage == 3) & (group.size > 1)
+    if runtime.by_module:
+        forward, backward = _by_module(work, runtime.by_module, points, cost, gather, reduce)
+    else:
+        times, share = runtime.gathers, machine.busy(group)
+        once = times * gather(numel / times)
+        both = once * (points.reshard == 1) + times * reduce(numel / times)
+        forward = hidden_part(once, cost.forward.total, share)
+        backward = hidden_part(both, cost.backward.total, share)
     return np.where(on, forward, 0.0), np.where(on, backward, 0.0)
+
+
+def _by_module(
+    work: Work, rules: ByModule, points: Points, cost: Cost, gather: Seconds, reduce: Seconds
+) -> tuple[Array, Array]:
+    """The same, module by module."""
+    (tp,), (again,) = np.unique(points.tp), np.unique(points.recompute == 2)
+    back = cost.backward + cost.forward * -float(again)
+    there, returning = (of_layer(work.model, int(tp), phase) for phase in (cost.forward, back))
+    forward, backward = seconds(there, returning, rules, gather, reduce, bool(again))
+    return forward - cost.forward.compute, backward - cost.backward.compute
 
 
 @dataclass(frozen=True)

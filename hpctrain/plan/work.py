@@ -21,6 +21,23 @@ NAMES = tuple(SCHEDULES)
 
 
 @dataclass(frozen=True)
+class ByModule:
+    """When ZeRO 3 gathers the weights of a module, and lets them go.
+
+    Attributes:
+        reuse: weights stay if no more elements than these are used before they are again.
+        live: nothing is gathered ahead while more elements than these are there.
+        prefetch: elements that are gathered ahead at least.
+        bucket: elements of gradients that are reduced together at most, but for larger ones.
+    """
+
+    reuse: float = 1e9
+    live: float = 1e9
+    prefetch: float = 5e7
+    bucket: float = 5e8
+
+
+@dataclass(frozen=True)
 class Runtime:
     """What a training program does that a layout does not say. Facts about programs, never fitted.
 
@@ -35,7 +52,9 @@ class Runtime:
         scatter_sends: each rank of tp sends a part of what all have, and the part is gathered there.
         scattered: ZeRO 1 and 2 reduce-scatter gradients; otherwise all-reduce.
         one_port: ZeRO 3's collectives leave a host by one of its ports, as a ring of one channel does.
-        gathers: collectives by which ZeRO 3 gathers a layer's weights, and by which it reduces their gradients.
+        by_module: ZeRO 3 gathers weights module by module, as the rules say; otherwise layer by layer.
+        lists: collectives of ZeRO 3 take a tensor of each rank, which are copied one after the other.
+        gathers: equal parts in which ZeRO 3 gathers a layer's weights and reduces their gradients.
         expert_streams: products of a rank's experts that run beside each other; 0: one kernel for all of them.
         fused: gate and up projections of an MLP are one product.
         activation_passes: times that an MLP without a gate passes over its inner numbers, forward and backward.
@@ -67,6 +86,8 @@ class Runtime:
     scatter_sends: bool = False
     scattered: bool = False
     one_port: bool = False
+    by_module: ByModule | None = None
+    lists: bool = False
     gathers: int = 1
     expert_streams: int = 0
     fused: bool = False
@@ -100,6 +121,17 @@ class Runtime:
 
 OWN = Runtime()
 """This program."""
+
+OF_DEEPSPEED = 4
+"""Gathers of a layer: DeepSpeed fetches a module's weights together, and a layer has four of these: q, k and v; output;
+up and gate; down (`sharding/deepspeed/gather.py`)."""
+
+
+def _own(config: RunConfig) -> Runtime:
+    """This program under the settings of a run."""
+    overlap = config.train.overlap
+    gathers = 1 if config.sharding.engine == "fsdp" else OF_DEEPSPEED
+    return replace(OWN, tp_overlap="backward" if overlap else "none", dp_overlap=overlap, gathers=gathers)
 
 
 @dataclass(frozen=True)
@@ -139,7 +171,7 @@ class Work:
             config.data.seq,
             train.global_batch,
             dtype or train.precision,
-            runtime or replace(OWN, tp_overlap="backward" if train.overlap else "none", dp_overlap=train.overlap),
+            runtime or _own(config),
             cp_method=config.parallel.cp_method,
             document_mask=config.data.document_mask,
         )

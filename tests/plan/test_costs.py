@@ -63,6 +63,32 @@ def test_collectives_in_a_domain_are_rings() -> None:
     assert seconds(machine, "all_reduce", 8e9, Group(1, 1, 1)) == 0
 
 
+def test_steps_reach_less_of_links_inside_a_domain_and_all_of_networks() -> None:
+    """What T5 tells is of collectives over NVLink. A ring through whole hosts goes at the rate of its ports."""
+    training = Training(matmul=1, memory=1, collective=0.5, source="test")
+    half = Constants(matmul={}, links=plain().constants.links, training=training)
+    machine, inside = Machine(hardware("dgx-h100"), half), Group(8, 8, 8)
+    for operation, sent in (("all_reduce", 14e9), ("all_gather", 56e9), ("reduce_scatter", 7e9), ("all_to_all", 7e9)):
+        assert seconds(machine, operation, 8e9, inside) == pytest.approx(sent / 225e9), operation
+    assert float(machine.copied("all_gather", 8e9, inside)) == pytest.approx(56e9 / 225e9)
+    assert [float(machine.send(9e9, away)) for away in (False, True)] == pytest.approx([9e9 / 225e9, 9e9 / 50e9])
+    ports, hosts = machine.group(16, 8), machine.group(16, 1)
+    assert seconds(machine, "all_gather", 1e9, ports) == pytest.approx(15e9 / 50e9)
+    assert seconds(machine, "all_gather", 1e9, hosts) == pytest.approx(15e9 / 400e9)
+    assert seconds(machine, "all_to_all", 16e9, hosts) == pytest.approx(max(7e9 / 225e9, 8e9 / 50e9))
+    between = dict(machine.ways("all_reduce", 8e9, hosts))["hierarchy"]
+    assert float(between) == pytest.approx(2 * 7e9 / 225e9 + 1e9 / 50e9)
+
+
+def test_one_port_is_slower_and_has_no_more_hops() -> None:
+    machine = plain(hop=1e-5)
+    group = machine.group(64, 1)
+    one = machine.of_one_port()
+    ring = dict(one.ways("all_gather", 1e9, group))["ring"]
+    assert float(ring) == pytest.approx(63e9 / 50e9 + (56 + 8) * 1e-5)
+    assert one.group(64, 1) == group
+
+
 def test_latency_is_of_the_steps_of_a_ring() -> None:
     """Above the first line's: 14 steps of an all-reduce of 8 ranks, 7 of a gather, 1 of a gather of 2, 1 of sends."""
     lines = (Line(latency=1e-5, rate=1e-9), Line(latency=1.5e-4, rate=1.0))

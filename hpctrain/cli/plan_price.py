@@ -67,6 +67,10 @@ def _start(
     return config, machine, devices, work
 
 
+SEARCHED = ("parallel.", "train.micro_batch", "train.recompute", "sharding.engine", "sharding.stage", "cluster.nodes")
+"""Settings, by how they begin, that a search chooses."""
+
+
 @click.command(epilog="\b\nExample:  hpctrain plan llama-70b --cluster dgx-h100 --gpus 512 --top 3")
 @click.argument("recipe")
 @overrides_argument()
@@ -94,6 +98,8 @@ def search(
     from hpctrain.plan.search import search as find
 
     config, machine, devices, work = _start(recipe, overrides, cluster, gpus, fp8, profile)
+    if chosen := [key for key in (text.partition("=")[0] for text in overrides) if key.startswith(SEARCHED)]:
+        click.echo(f"searched for, and not held: {', '.join(chosen)} (plan explain prices what is said)", err=True)
     if write:
         make_folder("--write", write.parent)
     with Console(stderr=True).status("searching"):
@@ -194,7 +200,8 @@ def explain(
     as_json: bool,
 ) -> None:
     """Price the layout that RECIPE and its settings say, and show what its step is made of."""
-    from hpctrain.plan.search import priced
+    from hpctrain.layout.units import in_gib
+    from hpctrain.plan.search import available, priced
 
     config, machine, devices, work = _start(recipe, overrides, cluster, gpus, fp8, profile)
     made = priced(config, machine, devices, work)
@@ -205,9 +212,14 @@ def explain(
     mfu, rate = 100 * made.mfu(machine), made.tokens_per_second / devices
     click.echo(f"{made.seconds:.3f} s a step, {rate:,.0f} tokens/s a device, MFU {mfu:.1f}% (causal)\n")
     _show_parts(made, "a step")
-    room = work.runtime.usable(machine.hardware.gpu.memory.value)
-    if made.memory.total > room:
-        click.echo(f"does not fit: a device has {room / 2**30:.1f} GiB for it")
+    there = available(machine, work)
+    for kind, need, have in (
+        ("a device has", made.memory.total, there.device),
+        ("of its host's memory a rank has", made.memory.host, there.host),
+        ("of its host's drives a rank has", made.memory.disk, there.disk),
+    ):
+        if need > have:
+            click.echo(f"does not fit: {kind} {in_gib(have)} GiB for it, and it needs {in_gib(need)}")
     for name, how in _ways(made, machine).items():
         click.echo(f"{name}: {how}")
     _show_calendar(made, machine, devices)

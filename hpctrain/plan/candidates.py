@@ -50,34 +50,48 @@ def candidates(config: RunConfig, machine: Machine, devices: int, offload: bool 
             raise ConfigError(name, value, f"plans are for {most:,} at most", "use fewer")
     found = list(_columns(config, machine, devices, offload))
     if not found:
-        _explain(config, devices)
+        _explain(config, machine, devices, offload)
         raise ConfigError("train.global_batch", batch, f"no layout of {devices} devices divides it", "use a multiple")
     return Points.join(found)
 
 
-def _explain(config: RunConfig, devices: int) -> None:
-    """Why no layout divides the batch: the smallest dp there can be, and the nearest batch that works."""
-    most = max(tp_sizes(config.model, devices), default=1)
-    deepest = max(pp for pp in divisors(devices // most) if pp <= config.model.layers)
-    least = devices // (most * deepest)
+TRIED = 40
+"""Batches near one that does not work, of which the first that does is named."""
+
+
+def _explain(config: RunConfig, machine: Machine, devices: int, offload: bool) -> None:
+    """Why no layout divides the batch, and the nearest batch that works."""
     batch = config.train.global_batch
-    near = [n for n in (batch // least * least, (batch // least + 1) * least) if n]
-    allowed = f"must be a multiple of dp, which is at least {least} on {devices} devices (tp={most} pp={deepest})"
-    raise ConfigError("train.global_batch", batch, allowed, f"use {' or '.join(map(str, near))}, or fewer devices")
+    sizes = sorted({devices // (tp * pp * cp) for tp, pp, cp in _axes(config, machine, devices)})
+    near = {n for dp in sizes for n in (batch // dp * dp, -(-batch // dp) * dp) if n and n != batch}
+    for other in sorted(near, key=lambda n: abs(n - batch))[:TRIED]:
+        train = config.train.model_copy(update={"global_batch": other})
+        changed = config.model_copy(update={"train": train})
+        if next(_columns(changed, machine, devices, offload), None) is not None:
+            allowed = (
+                f"must be a multiple of dp (at least {sizes[0]} on {devices} devices) with micro-batches for all stages"
+            )
+            raise ConfigError("train.global_batch", batch, allowed, f"use {other}, or fewer devices")
 
 
-def _columns(config: RunConfig, machine: Machine, devices: int, offload: bool) -> Iterator[Points]:
-    model, batch, domain = config.model, config.train.global_batch, machine.hardware.domain.devices
+def _axes(config: RunConfig, machine: Machine, devices: int) -> Iterator[tuple[int, int, int]]:
+    """tp, pp and cp that the model and the machine allow."""
+    model, domain = config.model, machine.hardware.domain.devices
     for tp in (t for t in tp_sizes(model, devices) if t <= domain):
         for pp in (p for p in divisors(devices // tp) if p <= model.layers):
             for cp in (
                 c for c in divisors(devices // (tp * pp)) if c <= MOST_CP and (c == 1 or config.data.seq // c >= 1024)
             ):
-                dp = devices // (tp * pp * cp)
                 sizes = ParallelConfig(tp=tp, sp=tp > 1, cp=cp, cp_method=config.parallel.cp_method)
-                if batch % dp or sequence_misfit(model, sizes, config.data.seq):
-                    continue
-                yield from _of_axes(config, tp, pp, cp, dp, offload)
+                if not sequence_misfit(model, sizes, config.data.seq):
+                    yield tp, pp, cp
+
+
+def _columns(config: RunConfig, machine: Machine, devices: int, offload: bool) -> Iterator[Points]:
+    for tp, pp, cp in _axes(config, machine, devices):
+        dp = devices // (tp * pp * cp)
+        if config.train.global_batch % dp == 0:
+            yield from _of_axes(config, tp, pp, cp, dp, offload)
 
 
 def _of_axes(config: RunConfig, tp: int, pp: int, cp: int, dp: int, offload: bool) -> Iterator[Points]:
@@ -93,13 +107,16 @@ def _of_axes(config: RunConfig, tp: int, pp: int, cp: int, dp: int, offload: boo
         if schedule in ("interleaved", "zb-v"):
             fits = [m for m in fits if (each // m) % pp == 0]
         layout = Layout(pp=pp, dp=dp, cp=cp, tp=tp, ep=ep, sp=tp > 1, schedule=schedule, chunks=chunks)
-        stages = [0] if split or dp * cp == 1 else [s for s in (0, 1, 2, 3) if zero_misfit(model, layout, s) is None]
+        alone = dp * cp == 1  # on one rank ZeRO is there to offload
+        stages = [0] if split or (alone and not offload) else [0, 1, 2, 3]
+        stages = [s for s in stages if zero_misfit(model, layout, s) is None]
         kinds = [
             (s, r, o)
             for s in stages
             if s < 3 or model.adapter is None  # `config.adapters` refuses it
             for r in ((1, 0) if s == 3 else (1,))
             for o in ((0, 1, 2) if offload and s else (0,))
+            if o or not s or not alone
         ]
         rows = list(itertools.product(fits, range(len(RECOMPUTE)), kinds))
         if not rows:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 
@@ -14,8 +16,8 @@ from hpctrain.errors import ConfigError
 from hpctrain.layout.fits import needed
 from hpctrain.layout.layout import Layout
 from hpctrain.layout.memory import Memory, estimate
-from hpctrain.layout.units import GIB
-from hpctrain.plan.candidates import candidates
+from hpctrain.layout.units import in_gib
+from hpctrain.plan.candidates import MOST_DEVICES, candidates
 from hpctrain.plan.gemm import Array
 from hpctrain.plan.links import Machine
 from hpctrain.plan.played import price
@@ -132,34 +134,75 @@ def search(
             raise ConfigError("layout", config.name, "no layout has these settings", "hold fewer of them")
     machine = machine.of(devices)
     needs, away = room(config, points, work.runtime, weights_besides(machine, work))
-    have = work.runtime.usable(machine.hardware.gpu.memory.value)
-    host = machine.hardware.host
-    holds = np.where(points.offload == 2, host.nvme.value, host.memory.value) * 0.9 / host.devices
-    fits = (needs <= have) & (away <= holds)
+    there = available(machine, work)
+    fits = (needs <= there.device) & (away <= np.where(points.offload == 2, there.disk, there.host))
     if not fits.any():
-        _nothing(config, machine, points, needs, have, devices)
+        _nothing(config, machine, work, points, (needs, away), devices, offload)
     points = points.take(np.flatnonzero(fits))
     times = screen(machine, work, points).time
-    return refined(config, machine, work, points, times, top, have)
+    return refined(config, machine, work, points, times, top, there)
+
+
+class Available(NamedTuple):
+    """Bytes that a rank may use: of its device, of its host's memory, of its host's drives."""
+
+    device: float
+    host: float
+    disk: float
+
+    def holds(self, memory: Memory) -> bool:
+        """Whether it is enough for training."""
+        return memory.training <= self.device and memory.host <= self.host and memory.disk <= self.disk
+
+
+OF_HOST = 0.9
+"""Share of a host's memory and drives that ranks may use."""
+
+
+def available(machine: Machine, work: Work) -> Available:
+    """On a machine, by a program. CPUs have neither a CUDA context nor NCCL's buffers."""
+    host, runtime = machine.hardware.host, work.runtime
+    runtime = replace(runtime, slack=0.0) if machine.hardware.fabric.network == "gloo" else runtime
+    share = OF_HOST / host.devices
+    device = runtime.usable(machine.hardware.gpu.memory.value)
+    return Available(device, share * host.memory.value, share * host.nvme.value)
+
+
+PATIENCE = 64
+"""Layouts that a rule refuses alike, the fastest first, before it is taken to refuse all."""
 
 
 def refined(
-    config: RunConfig, machine: Machine, work: Work, points: Points, times: Array, top: int, have: float
+    config: RunConfig, machine: Machine, work: Work, points: Points, times: Array, top: int, there: Available
 ) -> list[Plan]:
-    """The first of an order priced by playing, as long as the rules and the memory model let them run, until what comes
-    is too slow to be among the best."""
+    """The first of an order priced by playing, as long as rules and memory model let them run, until what comes is too
+    slow to be among the best.
+
+    Raises:
+        ConfigError: rules refuse them for what is the same in all.
+    """
     out: list[Plan] = []
+    refused = Counter[str]()
     for index in np.argsort(times, kind="stable"):
         if len(out) >= top and times[index] > (1 + AGREE) * sorted(plan.seconds for plan in out)[top - 1]:
             break
         layout, one = points.layout(int(index)), points.take(np.array([index]))
         chosen = configured(config, one, 0, machine.hardware.host.devices)
         memory = _memory(chosen, layout, work)
-        if not int(one.offload[0]) and (memory.training > have or not _valid(chosen, layout.world)):
+        if not there.holds(memory):
+            continue
+        try:
+            validate(chosen, layout.world)
+        except ConfigError as error:
+            refused[str(error)] += 1
+            if not out and refused[str(error)] == PATIENCE:
+                raise
             continue
         out.append(Plan(chosen, layout, one, price(machine, work, layout, one), memory, work))
         if len(out) == MOST:
             break
+    if refused and not out:
+        validate(chosen, layout.world)
     return sorted(out, key=lambda plan: plan.seconds)[:top]
 
 
@@ -239,31 +282,51 @@ def best_with(config: RunConfig, machine: Machine, devices: int, work: Work, hel
     return search(config, machine, devices, work, 1, keeps=keeps)[0]
 
 
-def _valid(config: RunConfig, world: int) -> bool:
-    try:
-        validate(config, world)
-    except ConfigError:
-        return False
-    return True
+def _nothing(
+    config: RunConfig,
+    machine: Machine,
+    work: Work,
+    points: Points,
+    needs: tuple[Array, Array],
+    devices: int,
+    offload: bool,
+) -> None:
+    """Refuse what does not fit: what is needed at the least, and how many devices are enough.
 
-
-def _nothing(config: RunConfig, machine: Machine, points: Points, needs: object, have: float, devices: int) -> None:
-    sizes = np.asarray(needs, float)
-    least = int(np.argmin(sizes))
-    gib = f"{sizes[least] / GIB:,.1f} GiB"
+    Args:
+        needs: bytes on the device, and of what is offloaded.
+    """
+    there = available(machine, work)
+    device, away = (np.asarray(part, float) for part in needs)
+    on_host = away > np.where(points.offload == 2, there.disk, there.host)
+    short = device > there.device
+    if short.all():
+        least, size, kind, have = int(np.argmin(device)), device, "", there.device
+        holder = "a device has"
+    else:
+        among = np.flatnonzero(~short & on_host)
+        least, size = int(among[np.argmin(away[among])]), away
+        disk = int(points.offload[least]) == 2
+        kind, have = (" on drives", there.disk) if disk else (" of host memory", there.host)
+        holder = "its host has"
     more = devices
-    while more < devices * 1024:
+    while more < devices * 1024 and more < MOST_DEVICES:
         more *= 2
         try:
-            again = candidates(config, machine.of(more), more)
+            found = candidates(config, machine.of(more), more, offload)
         except ConfigError:
             continue
-        if float(np.min(room(config, again)[0])) <= have:
+        wanted, other = room(config, found, work.runtime)
+        if np.any((wanted <= there.device) & (other <= np.where(found.offload == 2, there.disk, there.host))):
             break
-    fix = f"{more} devices are enough" if more < devices * 1024 else "use a smaller model or batch"
+    else:
+        more = 0
+    fix = f"{more} devices are enough" if more else "use a smaller model or batch"
     layout = points.layout(least).describe()
-    allowed = f"needs {gib} on a rank at the least ({layout}), and a device has {have / GIB:.1f} GiB for it"
-    raise ConfigError("memory", config.name, allowed, f"{fix}, or let --offload keep optimizer state on the hosts")
+    needed_there = f"needs {in_gib(size[least])} GiB{kind} on a rank at the least ({layout})"
+    allowed = f"{needed_there}, and {holder} {in_gib(have)} GiB for it"
+    hint = "" if offload else ", or let --offload keep optimizer state on the hosts"
+    raise ConfigError("memory", config.name, allowed, fix + hint)
 
 
 def lacks(best: Plan, other: Plan) -> str:

@@ -55,7 +55,8 @@ def test_a_written_recipe_is_explained_as_it_was_planned(tmp_path: Path) -> None
 def test_fsdp_is_explained_as_zero_3() -> None:
     line = "explain llama-8b --gpus 16 parallel.tp=1 parallel.pp=1 train.micro_batch=1 sharding.stage=3"
     zero, fsdp = (json.loads(run(f"{line} {more} --json")) for more in ("", "sharding.engine=fsdp"))
-    assert fsdp["seconds"] == zero["seconds"] and "zero=3" in fsdp["layout"]
+    assert 0.95 * zero["seconds"] < fsdp["seconds"] < zero["seconds"]  # a layer is gathered at once, not in four parts
+    assert "zero=3" in fsdp["layout"]
     refused = invoke(f"{line} sharding.engine=fsdp sharding.replicas=2")
     assert refused.exit_code == 2 and "sharding.replicas=2: has no price here" in refused.stderr
 

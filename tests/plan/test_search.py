@@ -26,7 +26,7 @@ from hpctrain.plan.hardware import hardware
 from hpctrain.plan.links import Machine
 from hpctrain.plan.room import changed, graph_sets, room
 from hpctrain.plan.screen import screen
-from hpctrain.plan.search import best_with, configured, lacks, priced, refined, search
+from hpctrain.plan.search import Available, available, best_with, configured, lacks, priced, refined, search
 from hpctrain.plan.step import Blocks
 from hpctrain.plan.work import NAMES, OWN, RECOMPUTE, Points, Work
 
@@ -42,7 +42,8 @@ def test_plans_fit_and_run_and_are_in_order() -> None:
         assert plan.layout.world == 128 and plan.memory.training <= room_of_device
         again = priced(plan.config, H100, 128, plan.work)
         assert again.seconds == pytest.approx(plan.seconds) and again.describe() == plan.describe()
-    assert lacks(plans[0], plans[-1]).count("%") >= 1
+    slower = search(load("llama-70b"), H100, 128, top=24)[-1]
+    assert lacks(plans[0], slower).count("%") >= 1
 
 
 def test_nothing_that_fits_is_faster_by_the_screen() -> None:
@@ -124,7 +125,8 @@ def test_what_is_planned_fits_by_what_a_run_is_refused_by() -> None:
     assert whole.training > without and whole.buffers > GIB
     times = np.ones(1)
     for have, found in ((without, 0), (whole.training, 1)):
-        assert len(refined(config, H100, Work.of(config), points, times, 1, have)) == found
+        there = Available(have, 0.0, 0.0)
+        assert len(refined(config, H100, Work.of(config), points, times, 1, there)) == found
 
 
 def test_screening_costs_each_kind_of_layer_and_plays_each_kind_of_pipeline_once(
@@ -186,6 +188,66 @@ def test_offload_makes_room() -> None:
         search(config, H100, 8)
     plan = search(config, H100, 8, top=1, offload=True)[0]
     assert "offload=" in plan.describe() and plan.price.at(0)["offload"] > 0
+
+
+def test_one_device_with_its_host_is_enough() -> None:
+    """ZeRO on one rank, to offload: without, nothing fits, and none is sharded."""
+    config = load("llama-8b", ["train.global_batch=16"])
+    with pytest.raises(ConfigError, match="let --offload"):
+        search(config, H100, 1)
+    plan = search(config, H100, 1, top=1, offload=True)[0]
+    assert plan.config.sharding.offload.optimizer == "cpu" and plan.config.sharding.stage
+    assert set(candidates(config, H100, 1).stage) == {0}
+
+
+@pytest.mark.parametrize("offload", [False, True])
+@pytest.mark.parametrize(
+    ("settings", "path"),
+    [
+        ("data.seq=262144 train.global_batch=16", "data.seq"),
+        ("optimizer.warmup_steps=200000", "optimizer.warmup_steps"),
+        ("model.hidden=4095", "model.heads"),
+    ],
+)
+def test_what_no_layout_mends_is_said_as_it_is(settings: str, path: str, offload: bool) -> None:
+    with pytest.raises(ConfigError) as error:
+        search(load("llama-8b", settings.split()), H100, 64, offload=offload)
+    assert error.value.path == path
+
+
+def test_offloaded_plans_keep_to_the_rules_and_to_all_memories() -> None:
+    config = load("llama-70b", ["train.global_batch=16"])
+    for plan in search(config, H100, 16, top=4, offload=True):
+        validate(plan.config, 16)
+        assert available(H100, plan.work).holds(plan.memory)
+
+
+def test_what_hosts_do_not_hold_is_said() -> None:
+    """70 billion parameters' state on a host of 64 GB whose drives hold 1."""
+    host = H100.hardware.host
+    small = {
+        name: getattr(host, name).model_copy(update={"value": value})
+        for name, value in (("memory", 64e9), ("nvme", 1e9))
+    }
+    machine = replace(H100, hardware=H100.hardware.model_copy(update={"host": host.model_copy(update=small)}))
+    with pytest.raises(
+        ConfigError, match=r"GiB (of host memory|on drives) on a rank at the least .* its host has"
+    ) as e:
+        search(load("llama-70b", ["train.global_batch=16"]), machine, 8, offload=True)
+    assert "let --offload" not in str(e.value)
+
+
+def test_the_batch_that_is_suggested_works() -> None:
+    for recipe, devices, settings in (("llama-405b", 100_000, []), ("llama-8b", 1024, ["train.global_batch=1"])):
+        with pytest.raises(ConfigError) as error:
+            candidates(load(recipe, settings), H100, devices)
+        batch = str(error.value).split("; use ")[1].split(",")[0]
+        assert len(candidates(load(recipe, [f"train.global_batch={batch}"]), H100, devices))
+
+
+def test_ranks_on_cpus_have_their_memory() -> None:
+    machine = Machine(hardware("cpu-lab"), constants())
+    assert search(load("gpt-tiny"), machine, 2, top=1)[0].layout.world == 2
 
 
 def test_settings_can_be_held() -> None:

@@ -84,6 +84,10 @@ def test_products_that_fill_the_device_are_those_of_mamf() -> None:
     assert 0.85 < fitted["dgx-a100"]["bf16"] < 0.95
 
 
+def test_links_are_those_of_the_sweeps() -> None:
+    assert constants().links == fit.links()
+
+
 @pytest.mark.parametrize(
     ("cluster", "dtype", "tflops"),
     [("dgx-h100", "fp8", 1402.6), ("gb200-nvl72", "bf16", 1822.0), ("dgx-a100", "bf16", 271.2)],

@@ -73,13 +73,7 @@ class Study:
         try:
             validate(changed, changed.cluster.nodes * changed.cluster.gpus_per_node)
         except ConfigError as error:
-            fix = f"{error.fix}; " if error.fix else ""
-            raise ConfigError(
-                error.path,
-                error.value,
-                f"on {nodes} node{'s' * (nodes > 1)}: {error.allowed}",
-                f"{fix}or leave nodes={nodes} out",
-            ) from None
+            raise of_size(error, nodes) from None
         return changed
 
     def runs(self, nodes: int) -> tuple[RunConfig, ...]:
@@ -106,6 +100,13 @@ SHORT = {
     "checkpoint": {"every": 0, "at_end": False, "resume": "auto", "continue_from": None},
 }
 """A run of a study measures steps and nothing else."""
+
+
+def of_size(error: ConfigError, nodes: int) -> ConfigError:
+    """What is wrong with one size of a study."""
+    fix = f"{error.fix}; " if error.fix else ""
+    where = f"on {nodes} node{'s' * (nodes > 1)}: "
+    return ConfigError(error.path, error.value, where + error.allowed, f"{fix}or leave nodes={nodes} out")
 
 
 def sizes(text: str) -> tuple[int, ...]:

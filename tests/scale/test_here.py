@@ -15,6 +15,11 @@ from hpctrain.cli import main
 from hpctrain.config.schema import RunConfig
 from hpctrain.data.build import build
 from hpctrain.data.sources import list_sources
+from hpctrain.scale import jobs
+from hpctrain.scale.jobs import OPEN
+from hpctrain.telemetry.memory import Memory
+from hpctrain.train import preflight
+from hpctrain.train.preflight import PROCESS
 from tests.train.driving import drive
 
 SMALL = (
@@ -103,6 +108,40 @@ def test_what_cannot_be_is_refused_before_anything_runs(here: list[str], more: t
     done = invoke("strong", "gpt-tiny", *SMALL, "data.corpus=c.h5", *more)
     assert done.exit_code != 0 and words in done.stderr and here == [] and not Path("runs").exists()
     assert "error: " in done.stderr and "Traceback" not in done.stderr
+
+
+def test_sizes_beyond_this_machine_are_refused_before_anything_is_written(
+    here: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By what a rank takes whatever it does, by its open log, and by what the model takes."""
+    command = ("weak", "gpt-tiny", *SMALL, "data.corpus=c.h5", "--steps", "4", "--warm-up", "1", "name=zz1")
+
+    def said(*more: str) -> str:
+        done = invoke(*command, *more)
+        assert done.exit_code == 2 and here == [] and not Path("runs").exists(), done.output
+        assert "Traceback" not in done.stderr
+        return done.stderr.splitlines(keepends=True)[-1]
+
+    memory = Memory(8 * PROCESS, "machine")
+    monkeypatch.setattr(jobs, "host_memory", lambda: memory)
+    monkeypatch.setattr(preflight, "host_memory", lambda: memory)
+    assert said("nodes=1,100000") == (
+        "error: nodes=100000: 100,000 ranks are more than the 8 that this machine can start: each takes 320 MiB at the "
+        "least, of 2.5 GiB; use nodes of at most 8, or a cluster with Slurm.\n"
+    )
+    assert "use nodes of at most 2, or" in said("nodes=1,3", "cluster.gpus_per_node=3", "train.global_batch=3")
+    monkeypatch.setattr(jobs.resource, "getrlimit", lambda which: (OPEN + 4, 99))
+    assert "more than the 4 that this machine can start: each has a file open, of 36 (ulimit -n)" in said("nodes=1,5")
+    assert "use cluster.gpus_per_node=4, or" in said("nodes=1", "cluster.gpus_per_node=8", "train.global_batch=8")
+    large = said("nodes=1,4", "model.hidden=2048", "model.layers=4", "model.ffn=8192")
+    assert "memory=" in large and ": on 1 node: " in large and "or leave nodes=1 out" in large
+
+
+def test_what_is_measured_already_needs_no_room(here: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    command = ("weak", "gpt-tiny", *SMALL, "data.corpus=c.h5", "--steps", "4", "--warm-up", "1", "--cluster", "cpu-lab")
+    assert invoke(*command, "nodes=1").exit_code == 0
+    monkeypatch.setattr(jobs, "host_memory", lambda: Memory(0, "machine"))
+    assert invoke(*command, "nodes=1").exit_code == 0 and here == ["1-node 1"]
 
 
 def test_a_folder_without_a_study_is_refused(tmp_path: Path) -> None:

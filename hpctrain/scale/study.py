@@ -13,6 +13,7 @@ from hpctrain.config.schema import RunConfig
 from hpctrain.config.validate import validate
 from hpctrain.errors import ConfigError, DataError
 from hpctrain.files import write_whole
+from hpctrain.train.preflight import make_run_folder
 
 STUDY_FILE = "study.json"
 
@@ -191,7 +192,7 @@ def remembered(study: Study) -> Study:
     """The study with what its folder knows of it, written there. Sizes and repeats may be added.
 
     Raises:
-        ConfigError: the folder holds a study of other settings.
+        ConfigError: the folder holds a study of other settings, or cannot be made.
     """
     if (study.folder / STUDY_FILE).exists():
         old = read(study.folder)
@@ -204,7 +205,7 @@ def remembered(study: Study) -> Study:
         )
         for number in study.nodes:
             study.size(number)
-    study.folder.mkdir(parents=True, exist_ok=True)
+    make_run_folder(study.base)
     write_whole(study.folder / STUDY_FILE, json.dumps(study.plain(), indent=1) + "\n")
     return study
 

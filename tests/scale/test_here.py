@@ -101,6 +101,8 @@ def test_a_study_that_is_killed_midway_is_finished_by_the_same_command(here: lis
         (("nodes=1,2", "--measured", "nowhere.yaml"), "there is no such file; make one with hpctrain bench"),
         (("nodes=1,2", "cluster.gpus_per_node=9", "train.global_batch=36"), "has 8 devices; use at most 8"),
         (("nodes=1,2", "data.corpus=not.h5"), "not.h5"),
+        (("nodes=1,2", "folder=/proc/x"), "folder='/proc/x': the run folder cannot be made there (No such file"),
+        (("nodes=1,2", "folder=c.h5"), "a part of that path is a file; use another path"),
         ((), "nodes='': the sizes of the study must be given; for example nodes=1,2,4"),
     ],
 )

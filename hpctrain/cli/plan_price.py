@@ -205,8 +205,8 @@ def explain(
     mfu, rate = 100 * made.mfu(machine), made.tokens_per_second / devices
     click.echo(f"{made.seconds:.3f} s a step, {rate:,.0f} tokens/s a device, MFU {mfu:.1f}% (causal)\n")
     _show_parts(made, "a step")
-    room = work.runtime.usable(machine.hardware.gpu.memory.value)
-    if made.memory.total > room:
+    room = made.room(machine)
+    if room is not None and made.memory.total > room:
         click.echo(f"does not fit: a device has {room / 2**30:.1f} GiB for it")
     for name, how in _ways(made, machine).items():
         click.echo(f"{name}: {how}")

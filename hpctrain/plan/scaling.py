@@ -74,6 +74,7 @@ class Point:
         parts: what a step is made of, seconds by name.
         mfu: causal, 0 to 1; None where no peak is known.
         runs, steps: measured; 0 where it is predicted.
+        needs, room: bytes of the fullest device, and those that a device has for it; None where they are not known.
     """
 
     nodes: int
@@ -85,6 +86,13 @@ class Point:
     mfu: float | None = None
     runs: int = 0
     steps: int = 0
+    needs: float | None = None
+    room: float | None = None
+
+    @property
+    def fits(self) -> bool | None:
+        """Whether devices have the memory for it; None where that is not known."""
+        return None if self.needs is None or self.room is None else self.needs <= self.room
 
     @property
     def rate(self) -> Mean:

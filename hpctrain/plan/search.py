@@ -62,6 +62,11 @@ class Plan:
         flops = flops_per_token(self.work.model, self.work.seq).causal
         return self.tokens_per_second * flops / (self.layout.world * machine.hardware.peak(self.work.dtype))
 
+    def room(self, machine: Machine) -> float | None:
+        """Bytes that a device has for `memory.total`; None where it has less than the slack, which is a GPU's."""
+        usable = self.work.runtime.usable(machine.hardware.gpu.memory.value)
+        return usable if usable > 0 else None
+
     def describe(self) -> str:
         """The layout as settings."""
         p, layout = self.points, self.layout

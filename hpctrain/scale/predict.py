@@ -33,7 +33,8 @@ def point(machine: Machine, study: Study, nodes: int, best: bool = False) -> tup
         best: with the best layout there is, in the place of that of the recipe.
 
     Raises:
-        ConfigError: it cannot run, or does not fit.
+        ConfigError: it cannot run, or no layout of those that are searched fits. That of the recipe may not: the
+            point says so.
     """
     size = study.size(nodes)
     devices = size.cluster.nodes * size.cluster.gpus_per_node
@@ -44,7 +45,11 @@ def point(machine: Machine, study: Study, nodes: int, best: bool = False) -> tup
     named = {"compute": parts["compute"], "waiting for others": waits, "optimizer": parts["optimizer"]}
     named["rest"] = plan.seconds - sum(named.values())
     tokens = size.train.global_batch * size.data.seq
-    made = Point(nodes, devices, tokens, Mean(plan.seconds), Mean(waits), named, plan.mfu(machine))
+    made = Point(
+        *(nodes, devices, tokens, Mean(plan.seconds), Mean(waits), named, plan.mfu(machine)),
+        needs=plan.memory.total,
+        room=plan.room(machine),
+    )
     return made, plan
 
 

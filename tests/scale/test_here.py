@@ -166,6 +166,30 @@ def test_a_curve_is_predicted_up_to_a_hundred_thousand_devices(tmp_path: Path) -
     assert "<!-- predicted -->" in drawn and "<!-- ZeRO-3 2021, 175B, A100 -->" in drawn and "measured" not in drawn
 
 
+def test_predictions_of_what_does_not_fit_are_marked() -> None:
+    """As `hpctrain plan explain` has it; a curve that fits, or whose devices are CPUs, has no such column."""
+    command = ("predict", "llama-70b", "nodes=1,16,32")
+    few, plain = invoke(*command), json.loads(invoke(*command, "--json").stdout)
+    marks = [line.split("  ")[-1].strip() for line in few.stdout.splitlines()[:4]]
+    assert marks == ["memory", "does not fit", "does not fit", "fits"]
+    assert [row["predicted_fits"] for row in plain["rows"]] == [False, False, True]
+    sizes = []
+    for row in plain["rows"]:
+        explained = CliRunner().invoke(main, ["plan", "explain", "llama-70b", "--gpus", str(row["devices"])]).stdout
+        assert ("does not fit: a device has 70.6 GiB" in explained) is not row["predicted_fits"]
+        sizes.append(row["predicted_memory_bytes"] / 2**30)
+        assert row["device_memory_bytes"] / 2**30 == pytest.approx(70.6, abs=0.05)
+    said = (
+        f"nodes=1,16 cannot run as predicted: a device needs {sizes[0]:.0f} and {sizes[1]:.1f} GiB and has 70.6 GiB for"
+    )
+    assert plain["verdict"][0].startswith(said) and plain["verdict"][0] in few.stdout
+    same = invoke("predict", "llama-70b", "nodes=1,2", "sharding.stage=0").stdout
+    assert "nodes=1,2 cannot run as predicted: a device needs 211 GiB and has" in same
+    for fits in (("llama-70b", "nodes=32,64"), ("gpt-tiny", "nodes=1,2", "--cluster", "cpu-lab")):
+        done = invoke("predict", *fits)
+        assert done.exit_code == 0 and "memory" not in done.stdout and "cannot run" not in done.stdout
+
+
 def test_a_size_that_cannot_be_priced_is_named() -> None:
     done = invoke("predict", "llama-405b", "nodes=1,2", "cluster.gpus_per_node=8", "--best")
     assert done.exit_code == 2 and "no size can be priced" in done.stderr

@@ -23,14 +23,17 @@ are, nearly (batch means: Law and Kelton, Simulation Modeling and Analysis, chap
 
 @dataclass(frozen=True)
 class Mean:
-    """A mean and half the width of its 95% confidence interval; None where there is one value alone."""
+    """A mean and half the width of its 95% confidence interval; None where there is one value alone.
+
+    It is of what is never below 0, a time or a rate, and so are both ends.
+    """
 
     value: float
     half: float | None = None
 
     @property
     def low(self) -> float | None:
-        return None if self.half is None else self.value - self.half
+        return None if self.half is None else max(0.0, self.value - self.half)
 
     @property
     def high(self) -> float | None:

@@ -138,8 +138,9 @@ def _with(row: Mapping[str, Any], name: str, form: str, times: float = 1.0) -> s
 
 
 def verdict(report: Report) -> list[str]:
-    """What stops the curve, in sentences; first, which predictions are of what cannot run."""
-    return _too_large(report) + _of_curve(report)
+    """What stops the curve, in sentences, which say where it is predicted; first, what of that cannot run."""
+    said = _of_curve(report)
+    return _too_large(report) + (said if report.measured else [f"predicted: {text}" for text in said])
 
 
 def _too_large(report: Report) -> list[str]:

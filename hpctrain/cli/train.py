@@ -52,11 +52,11 @@ def as_rank(settings: dict[str, object], rank: int) -> None:
 
 def on_this_machine(config: RunConfig) -> None:
     """Train with the ranks of one node, here, and show it."""
-    from hpctrain.errors import ConfigError, os_sentence
+    from hpctrain.errors import ConfigError
     from hpctrain.launch.local.run import run_local
     from hpctrain.telemetry.console import ConsoleView, follow
     from hpctrain.telemetry.sinks import METRICS_FILE
-    from hpctrain.train.preflight import check_folder, check_here, preflight
+    from hpctrain.train.preflight import check_folder, check_here, make_run_folder, preflight
     from hpctrain.train.run import rank_main
 
     if config.cluster.nodes > 1:
@@ -73,13 +73,7 @@ def on_this_machine(config: RunConfig) -> None:
     preflight(config, world)
     check_here(config, world)
     check_folder(config)
-    try:
-        config.run_folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        if os_sentence(error) is not None:
-            raise
-        reason = f"the run folder cannot be made there ({error.strerror})"
-        raise ConfigError("folder", str(config.folder), reason, "use another folder") from None
+    make_run_folder(config)
     print(f"run folder {config.run_folder}", flush=True)
     view, done, began = ConsoleView(config.train.steps, sys.stdout), threading.Event(), time.time()
 

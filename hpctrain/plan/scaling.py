@@ -23,14 +23,17 @@ are, nearly (batch means: Law and Kelton, Simulation Modeling and Analysis, chap
 
 @dataclass(frozen=True)
 class Mean:
-    """A mean and half the width of its 95% confidence interval; None where there is one value alone."""
+    """A mean and half the width of its 95% confidence interval; None where there is one value alone.
+
+    It is of what is never below 0, a time or a rate, and so are both ends.
+    """
 
     value: float
     half: float | None = None
 
     @property
     def low(self) -> float | None:
-        return None if self.half is None else self.value - self.half
+        return None if self.half is None else max(0.0, self.value - self.half)
 
     @property
     def high(self) -> float | None:
@@ -74,6 +77,7 @@ class Point:
         parts: what a step is made of, seconds by name.
         mfu: causal, 0 to 1; None where no peak is known.
         runs, steps: measured; 0 where it is predicted.
+        needs, room: bytes of the fullest device, and those that a device has for it; None where they are not known.
     """
 
     nodes: int
@@ -85,6 +89,13 @@ class Point:
     mfu: float | None = None
     runs: int = 0
     steps: int = 0
+    needs: float | None = None
+    room: float | None = None
+
+    @property
+    def fits(self) -> bool | None:
+        """Whether devices have the memory for it; None where that is not known."""
+        return None if self.needs is None or self.room is None else self.needs <= self.room
 
     @property
     def rate(self) -> Mean:

@@ -7,6 +7,7 @@ and whatever else is missing is started.
 
 from __future__ import annotations
 
+import resource
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -14,7 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from hpctrain.config.schema import RunConfig
-from hpctrain.errors import LaunchError
+from hpctrain.errors import ConfigError, LaunchError
 from hpctrain.launch.local.run import run_local
 from hpctrain.launch.slurm import client
 from hpctrain.launch.slurm.client import SlurmError
@@ -24,9 +25,11 @@ from hpctrain.launch.slurm.profile import site
 from hpctrain.launch.submit.postmortem import reasons
 from hpctrain.launch.submit.sbatch import Options
 from hpctrain.launch.submit.send import Request, submit
+from hpctrain.layout.units import MIB, in_gib
 from hpctrain.scale.measure import done, missing
-from hpctrain.scale.study import Study
-from hpctrain.train.preflight import preflight
+from hpctrain.scale.study import Study, of_size
+from hpctrain.telemetry.memory import host_memory
+from hpctrain.train.preflight import PROCESS, check_here, preflight
 from hpctrain.train.run import rank_main
 
 Warn = Callable[[str], None]
@@ -35,16 +38,54 @@ POLL_S = 1.0
 PATIENCE_S = 60.0
 """For so long an NFS client may go on believing that a file is not there (`acdirmax`)."""
 
+OPEN = 32
+"""Files that the process which starts the ranks has open besides their logs, one of each."""
+
 
 def check(study: Study) -> None:
-    """Refuse what can be known to fail at any size, before anything is queued.
+    """Refuse what can be known to fail at any size, before anything is queued or written.
 
     Raises:
-        HpctrainError: a setting cannot run, or the corpus does not fit.
+        HpctrainError: a setting cannot run, the corpus does not fit, or this machine is too small for the ranks.
     """
+    if study.here:
+        _check_ranks(study)
     for nodes in study.nodes:
         size = study.size(nodes)
         preflight(size, size.cluster.nodes * size.cluster.gpus_per_node)
+        if study.here and missing(study, nodes):
+            try:
+                check_here(size, size.cluster.gpus_per_node)
+            except ConfigError as error:
+                raise of_size(error, nodes) from None
+
+
+def _check_ranks(study: Study) -> None:
+    """Refuse sizes of more ranks than this machine can start, whatever they do.
+
+    Raises:
+        ConfigError: names the largest size, and what would do.
+    """
+    nodes = max((number for number in study.nodes if missing(study, number)), default=0)
+    per_node = study.base.cluster.gpus_per_node
+    most, why = ranks_here()
+    if nodes * per_node <= most:
+        return
+    possible = most // per_node
+    instead = f"use nodes of at most {possible}" if possible else f"use cluster.gpus_per_node={most}" if most else ""
+    reason = f"{nodes * per_node:,} ranks are more than the {most:,} that this machine can start: {why}"
+    raise ConfigError("nodes", nodes, reason, f"{instead}, or a cluster with Slurm".removeprefix(", or "))
+
+
+def ranks_here() -> tuple[int, str]:
+    """How many ranks this machine can start at most, and what sets that, in words."""
+    memory = host_memory().bytes
+    most = memory // PROCESS
+    why = f"each takes {PROCESS // MIB} MiB at the least, of {in_gib(memory)} GiB"
+    files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    if files == resource.RLIM_INFINITY or most <= files - OPEN:
+        return most, why
+    return max(0, files - OPEN), f"each has a file open, of {files:,} (ulimit -n)"
 
 
 def requests(study: Study, options: Options) -> list[Request]:

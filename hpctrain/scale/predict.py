@@ -18,7 +18,7 @@ from hpctrain.layout.traffic import (
 )
 from hpctrain.plan.links import STEPS, Machine
 from hpctrain.plan.scaling import Mean, Point
-from hpctrain.plan.search import Plan, priced, search
+from hpctrain.plan.search import Plan, available, priced, search
 from hpctrain.plan.work import Work
 from hpctrain.scale.study import Study
 
@@ -33,7 +33,8 @@ def point(machine: Machine, study: Study, nodes: int, best: bool = False) -> tup
         best: with the best layout there is, in the place of that of the recipe.
 
     Raises:
-        ConfigError: it cannot run, or does not fit.
+        ConfigError: it cannot run, or no layout of those that are searched fits. That of the recipe may not: the
+            point says so.
     """
     size = study.size(nodes)
     devices = size.cluster.nodes * size.cluster.gpus_per_node
@@ -44,7 +45,11 @@ def point(machine: Machine, study: Study, nodes: int, best: bool = False) -> tup
     named = {"compute": parts["compute"], "waiting for others": waits, "optimizer": parts["optimizer"]}
     named["rest"] = plan.seconds - sum(named.values())
     tokens = size.train.global_batch * size.data.seq
-    made = Point(nodes, devices, tokens, Mean(plan.seconds), Mean(waits), named, plan.mfu(machine))
+    made = Point(
+        *(nodes, devices, tokens, Mean(plan.seconds), Mean(waits), named, plan.mfu(machine)),
+        needs=plan.memory.total,
+        room=available(machine, plan.work).device,
+    )
     return made, plan
 
 

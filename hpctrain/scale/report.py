@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from hpctrain.files import write_whole
+from hpctrain.layout.units import in_gib
 from hpctrain.plan.scaling import Law, Mean, Point, Wire, efficiency, growth, law, wire_of
 from hpctrain.scale.predict import sent_of
 from hpctrain.scale.study import Study
@@ -80,6 +81,9 @@ def rows(report: Report) -> list[dict[str, Any]]:
         row["predicted_efficiency"] = ours
         row["predicted_mfu_causal"] = guess and guess.mfu
         row["predicted_exposed_share"] = guess and guess.waits
+        row["predicted_memory_bytes"] = guess and guess.needs
+        row["device_memory_bytes"] = guess and guess.room
+        row["predicted_fits"] = guess and guess.fits
         row["runs"], row["steps"] = (point.runs, point.steps) if point else (0, 0)
         out.append(row)
     return out
@@ -97,8 +101,9 @@ def _interval(name: str, mean: Mean | None) -> dict[str, float | None]:
 
 def table(report: Report) -> list[dict[str, str]]:
     """The same for people."""
-    out = []
-    for row in rows(report):
+    found, out = rows(report), []
+    all_fit = all(row["predicted_fits"] is not False for row in found)
+    for row in found:
         shown = {
             "nodes": str(row["nodes"]),
             "devices": str(row["devices"]),
@@ -114,6 +119,8 @@ def table(report: Report) -> list[dict[str, str]]:
         if not report.measured:
             shown = {k: v for k, v in shown.items() if k in ("nodes", "devices") or k.endswith(" ") or "predicted" in k}
             shown["MFU %"] = _plain(row["predicted_mfu_causal"], "{:.1f}", 100)
+        if not all_fit:
+            shown["memory"] = {None: "-", True: "fits", False: "does not fit"}[row["predicted_fits"]]
         out.append(shown)
     return out
 
@@ -131,7 +138,31 @@ def _with(row: Mapping[str, Any], name: str, form: str, times: float = 1.0) -> s
 
 
 def verdict(report: Report) -> list[str]:
-    """What stops the curve, in sentences."""
+    """What stops the curve, in sentences, which say where it is predicted; first, what of that cannot run."""
+    said = _of_curve(report)
+    return _too_large(report) + (said if report.measured else [f"predicted: {text}" for text in said])
+
+
+def _too_large(report: Report) -> list[str]:
+    """Predicted sizes that devices have no memory for, in a sentence."""
+    nodes, needs, room = [], [], 0.0
+    for point in report.predicted.values():
+        if isinstance(point, Point) and point.fits is False:
+            assert point.needs is not None and point.room is not None
+            nodes.append(str(point.nodes))
+            needs.append(in_gib(point.needs))
+            room = point.room
+    if not nodes:
+        return []
+    *before, last = dict.fromkeys(needs)
+    needed = f"{', '.join(before)} and {last}" if before else last
+    return [
+        f"nodes={','.join(nodes)} cannot run as predicted: a device needs {needed} GiB and has {in_gib(room)} GiB for "
+        "it; hpctrain plan finds layouts that fit"
+    ]
+
+
+def _of_curve(report: Report) -> list[str]:
     points = report.shown
     if len(points) < 2:
         return ["one size says nothing of a curve: name more nodes"]

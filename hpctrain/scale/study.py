@@ -13,6 +13,7 @@ from hpctrain.config.schema import RunConfig
 from hpctrain.config.validate import validate
 from hpctrain.errors import ConfigError, DataError
 from hpctrain.files import write_whole
+from hpctrain.train.preflight import make_run_folder
 
 STUDY_FILE = "study.json"
 
@@ -73,13 +74,7 @@ class Study:
         try:
             validate(changed, changed.cluster.nodes * changed.cluster.gpus_per_node)
         except ConfigError as error:
-            fix = f"{error.fix}; " if error.fix else ""
-            raise ConfigError(
-                error.path,
-                error.value,
-                f"on {nodes} node{'s' * (nodes > 1)}: {error.allowed}",
-                f"{fix}or leave nodes={nodes} out",
-            ) from None
+            raise of_size(error, nodes) from None
         return changed
 
     def runs(self, nodes: int) -> tuple[RunConfig, ...]:
@@ -106,6 +101,13 @@ SHORT = {
     "checkpoint": {"every": 0, "at_end": False, "resume": "auto", "continue_from": None},
 }
 """A run of a study measures steps and nothing else."""
+
+
+def of_size(error: ConfigError, nodes: int) -> ConfigError:
+    """What is wrong with one size of a study."""
+    fix = f"{error.fix}; " if error.fix else ""
+    where = f"on {nodes} node{'s' * (nodes > 1)}: "
+    return ConfigError(error.path, error.value, where + error.allowed, f"{fix}or leave nodes={nodes} out")
 
 
 def sizes(text: str) -> tuple[int, ...]:
@@ -190,7 +192,7 @@ def remembered(study: Study) -> Study:
     """The study with what its folder knows of it, written there. Sizes and repeats may be added.
 
     Raises:
-        ConfigError: the folder holds a study of other settings.
+        ConfigError: the folder holds a study of other settings, or cannot be made.
     """
     if (study.folder / STUDY_FILE).exists():
         old = read(study.folder)
@@ -203,7 +205,7 @@ def remembered(study: Study) -> Study:
         )
         for number in study.nodes:
             study.size(number)
-    study.folder.mkdir(parents=True, exist_ok=True)
+    make_run_folder(study.base)
     write_whole(study.folder / STUDY_FILE, json.dumps(study.plain(), indent=1) + "\n")
     return study
 

@@ -13,7 +13,7 @@ from hpctrain.config.keys import as_written
 from hpctrain.config.schema import RunConfig
 from hpctrain.config.validate import validate
 from hpctrain.data.dataset import open_dataset
-from hpctrain.errors import CheckpointError, ConfigError
+from hpctrain.errors import CheckpointError, ConfigError, os_sentence
 from hpctrain.layout.budget import checked
 from hpctrain.layout.fits import Room
 from hpctrain.layout.layout import Layout
@@ -178,6 +178,22 @@ def check_folder(config: RunConfig) -> None:
             return
         if "config" in extra:
             check_model(config, newest, extra)
+
+
+def make_run_folder(config: RunConfig) -> None:
+    """Make the run folder, and those it is in.
+
+    Raises:
+        ConfigError: that does not go.
+        OSError: nor does it by a failure that `os_sentence` has words for.
+    """
+    try:
+        config.run_folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        if os_sentence(error) is not None:
+            raise
+        reason = f"the run folder cannot be made there ({error.strerror})"
+        raise ConfigError("folder", str(config.folder), reason, "use another folder") from None
 
 
 def refuse_used(folder: Path) -> NoReturn:

@@ -15,6 +15,11 @@ from hpctrain.cli import main
 from hpctrain.config.schema import RunConfig
 from hpctrain.data.build import build
 from hpctrain.data.sources import list_sources
+from hpctrain.scale import jobs
+from hpctrain.scale.jobs import OPEN
+from hpctrain.telemetry.memory import Memory
+from hpctrain.train import preflight
+from hpctrain.train.preflight import PROCESS
 from tests.train.driving import drive
 
 SMALL = (
@@ -96,6 +101,8 @@ def test_a_study_that_is_killed_midway_is_finished_by_the_same_command(here: lis
         (("nodes=1,2", "--measured", "nowhere.yaml"), "there is no such file; make one with hpctrain bench"),
         (("nodes=1,2", "cluster.gpus_per_node=9", "train.global_batch=36"), "has 8 devices; use at most 8"),
         (("nodes=1,2", "data.corpus=not.h5"), "not.h5"),
+        (("nodes=1,2", "folder=/proc/x"), "folder='/proc/x': the run folder cannot be made there (No such file"),
+        (("nodes=1,2", "folder=c.h5"), "a part of that path is a file; use another path"),
         ((), "nodes='': the sizes of the study must be given; for example nodes=1,2,4"),
     ],
 )
@@ -103,6 +110,40 @@ def test_what_cannot_be_is_refused_before_anything_runs(here: list[str], more: t
     done = invoke("strong", "gpt-tiny", *SMALL, "data.corpus=c.h5", *more)
     assert done.exit_code != 0 and words in done.stderr and here == [] and not Path("runs").exists()
     assert "error: " in done.stderr and "Traceback" not in done.stderr
+
+
+def test_sizes_beyond_this_machine_are_refused_before_anything_is_written(
+    here: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By what a rank takes whatever it does, by its open log, and by what the model takes."""
+    command = ("weak", "gpt-tiny", *SMALL, "data.corpus=c.h5", "--steps", "4", "--warm-up", "1", "name=zz1")
+
+    def said(*more: str) -> str:
+        done = invoke(*command, *more)
+        assert done.exit_code == 2 and here == [] and not Path("runs").exists(), done.output
+        assert "Traceback" not in done.stderr
+        return done.stderr.splitlines(keepends=True)[-1]
+
+    memory = Memory(8 * PROCESS, "machine")
+    monkeypatch.setattr(jobs, "host_memory", lambda: memory)
+    monkeypatch.setattr(preflight, "host_memory", lambda: memory)
+    assert said("nodes=1,100000") == (
+        "error: nodes=100000: 100,000 ranks are more than the 8 that this machine can start: each takes 320 MiB at the "
+        "least, of 2.5 GiB; use nodes of at most 8, or a cluster with Slurm.\n"
+    )
+    assert "use nodes of at most 2, or" in said("nodes=1,3", "cluster.gpus_per_node=3", "train.global_batch=3")
+    monkeypatch.setattr(jobs.resource, "getrlimit", lambda which: (OPEN + 4, 99))
+    assert "more than the 4 that this machine can start: each has a file open, of 36 (ulimit -n)" in said("nodes=1,5")
+    assert "use cluster.gpus_per_node=4, or" in said("nodes=1", "cluster.gpus_per_node=8", "train.global_batch=8")
+    large = said("nodes=1,4", "model.hidden=2048", "model.layers=4", "model.ffn=8192")
+    assert "memory=" in large and ": on 1 node: " in large and "or leave nodes=1 out" in large
+
+
+def test_what_is_measured_already_needs_no_room(here: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    command = ("weak", "gpt-tiny", *SMALL, "data.corpus=c.h5", "--steps", "4", "--warm-up", "1", "--cluster", "cpu-lab")
+    assert invoke(*command, "nodes=1").exit_code == 0
+    monkeypatch.setattr(jobs, "host_memory", lambda: Memory(0, "machine"))
+    assert invoke(*command, "nodes=1").exit_code == 0 and here == ["1-node 1"]
 
 
 def test_a_folder_without_a_study_is_refused(tmp_path: Path) -> None:
@@ -123,6 +164,30 @@ def test_a_curve_is_predicted_up_to_a_hundred_thousand_devices(tmp_path: Path) -
     assert few.exit_code == 0 and "serial" in few.stdout, few.output
     drawn = (into / "scaling.svg").read_text()
     assert "<!-- predicted -->" in drawn and "<!-- ZeRO-3 2021, 175B, A100 -->" in drawn and "measured" not in drawn
+
+
+def test_predictions_of_what_does_not_fit_are_marked() -> None:
+    """As `hpctrain plan explain` has it; a curve that fits, or whose devices are CPUs, has no such column."""
+    command = ("predict", "llama-70b", "nodes=1,16,32")
+    few, plain = invoke(*command), json.loads(invoke(*command, "--json").stdout)
+    marks = [line.split("  ")[-1].strip() for line in few.stdout.splitlines()[:4]]
+    assert marks == ["memory", "does not fit", "does not fit", "fits"]
+    assert [row["predicted_fits"] for row in plain["rows"]] == [False, False, True]
+    sizes = []
+    for row in plain["rows"]:
+        explained = CliRunner().invoke(main, ["plan", "explain", "llama-70b", "--gpus", str(row["devices"])]).stdout
+        assert ("does not fit: a device has 70.6 GiB" in explained) is not row["predicted_fits"]
+        sizes.append(row["predicted_memory_bytes"] / 2**30)
+        assert row["device_memory_bytes"] / 2**30 == pytest.approx(70.6, abs=0.05)
+    said = (
+        f"nodes=1,16 cannot run as predicted: a device needs {sizes[0]:.0f} and {sizes[1]:.1f} GiB and has 70.6 GiB for"
+    )
+    assert plain["verdict"][0].startswith(said) and plain["verdict"][0] in few.stdout
+    same = invoke("predict", "llama-70b", "nodes=1,2", "sharding.stage=0").stdout
+    assert "nodes=1,2 cannot run as predicted: a device needs 211 GiB and has" in same
+    for fits in (("llama-70b", "nodes=32,64"), ("gpt-tiny", "nodes=1,2", "--cluster", "cpu-lab")):
+        done = invoke("predict", *fits)
+        assert done.exit_code == 0 and "memory" not in done.stdout and "cannot run" not in done.stdout
 
 
 def test_a_size_that_cannot_be_priced_is_named() -> None:

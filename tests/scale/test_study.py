@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from typing import Any
 
 import pytest
+from click.testing import CliRunner
 
+from hpctrain.cli import main
 from hpctrain.errors import ConfigError, DataError
 from hpctrain.layout.layout import Layout
 from hpctrain.layout.parameters import parameter_specs
@@ -104,6 +108,28 @@ def test_what_is_done_is_measured_after_the_warm_up_and_the_rest_is_missing(tmp_
     assert two.seconds == two.seconds.__class__(1.5, 0.0)
     flops = flops_per_token(made.base.model, 32).causal
     assert points(made, peak=1e9)[0].mfu == pytest.approx(16 * 32 / 1.1 * flops / 2e9)
+
+
+def test_a_verdict_says_of_what_is_not_measured_that_it_is_predicted(tmp_path: Path) -> None:
+    """And no interval reaches below 0, however little is known."""
+    made, where = remembered(study("weak", tmp_path, nodes="1,2", repeats=2)), ("--cluster", "cpu-lab", "--json")
+
+    def reported() -> dict[str, Any]:
+        done = CliRunner().invoke(main, ["scale", "report", str(made.folder), *where])
+        assert done.exit_code == 0, done.output
+        found: dict[str, Any] = json.loads(done.stdout)
+        return found
+
+    verdict = reported()["verdict"]
+    assert all(text.startswith("predicted: ") for text in verdict)
+    assert verdict[0].startswith("predicted: from 2 to 4 devices ") and "law fits" in verdict[-1]
+    for nodes, run, seconds in ((1, 0, 1.0), (1, 1, 3.0), (2, 0, 1.0), (2, 1, 4.0)):
+        record(made, nodes, run, 12, seconds, 0.1)
+    found = reported()
+    assert not any("predicted" in text for text in found["verdict"])
+    for row in found["rows"]:
+        for name in ("tokens_per_second", "step_seconds"):
+            assert row[f"{name}_low"] == 0 < row[name] < row[f"{name}_high"]
 
 
 def test_messages_and_bytes_of_a_data_parallel_step(tmp_path: Path) -> None:

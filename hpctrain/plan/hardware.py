@@ -219,6 +219,13 @@ def hardware(name: str) -> Hardware:
     raise ConfigError("cluster", name, f"must be one of {', '.join(known)}", fix)
 
 
+@cache
+def of_device(gpu: str) -> str:
+    """The packaged cluster that has this device (`gpu.name`); empty where none has."""
+    made = (hardware(name) for name in names())
+    return next((cluster.name for cluster in made if cluster.gpu.name == gpu), "")
+
+
 def _read(file: Traversable | Path, name: str) -> Hardware:
     made = section(Hardware, file, "cluster", name, "see docs/planner.md")
     known = constants().links

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -9,7 +10,7 @@ import pytest
 
 from hpctrain.errors import ConfigError
 from hpctrain.plan.constants import constants
-from hpctrain.plan.hardware import Hardware, hardware, names
+from hpctrain.plan.hardware import Dtype, Hardware, hardware, names
 from hpctrain.plan.links import Machine
 from hpctrain.telemetry.flops import peak_flops
 
@@ -66,6 +67,21 @@ def changed(tmp_path: Path, old: str, new: str) -> Path:
 def test_a_file_of_ones_own(tmp_path: Path) -> None:
     made = hardware(str(changed(tmp_path, "value: 25e9", "value: 12.5e9")))
     assert isinstance(made, Hardware) and made.host.nic_bandwidth.value == 12.5e9
+
+
+@pytest.mark.parametrize("name", names())
+def test_a_copy_under_another_name_is_as_fast(tmp_path: Path, name: str) -> None:
+    """What is fitted is of a device: a file that differs in its name alone prices alike; of another device 0.8."""
+    text, path = names()[name].read_text(encoding="utf-8"), tmp_path / "mine.yaml"
+    path.write_text(text.replace(f"name: {name}\n", "name: mine\n", 1))
+    copy, own = (Machine(hardware(str(path) if mine else name), constants()) for mine in (True, False))
+    assert copy.hardware.name == "mine" and set(copy.hardware.gpu.peak) == set(own.hardware.gpu.peak)
+    assert [copy.device(dtype) for dtype in copy.hardware.gpu.peak] == [own.device(d) for d in own.hardware.gpu.peak]
+    gpu = copy.hardware.gpu.model_copy(update={"name": "another"})
+    other = replace(copy, hardware=copy.hardware.model_copy(update={"gpu": gpu}))
+    dtype: Dtype = "fp16" if "fp16" in gpu.peak else "bf16"
+    rate = 0.8 * constants().training.matmul * gpu.peak[dtype].value
+    assert other.device(dtype).rate == pytest.approx(rate)
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ was measured on a cluster, in a `Profile`, goes before both.
 
 from __future__ import annotations
 
+import math
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
@@ -62,7 +63,7 @@ class Domain(Section):
 
     Attributes:
         link: names what software reaches of it, in `constants.yaml`.
-        devices: of a domain; a multiple of a host's on racks.
+        devices: of a domain: whole hosts, as on racks, or equal parts of a host.
         bandwidth: bytes/s of a device, each way.
     """
 
@@ -137,6 +138,16 @@ class Hardware(Section):
             )
         return self
 
+    @model_validator(mode="after")
+    def _has_whole_domains(self) -> Hardware:
+        domain, host = self.domain.devices, self.host.devices
+        if domain % host and host % domain:
+            raise ValueError(
+                f"domain.devices is {domain} and host.devices {host}: a domain has whole hosts, or a host whole "
+                f"domains, so use {_whole(domain, host)}"
+            )
+        return self
+
     def reaches(self, devices: int) -> None:
         """Whether a job of so many devices can be.
 
@@ -173,7 +184,10 @@ class Hardware(Section):
             allowed = f"a host of {self.name} has {host.devices} devices"
             raise ConfigError("cluster.gpus_per_node", devices, allowed, f"use at most {host.devices}")
         nics = host.nics.model_copy(update={"value": host.nics.value * devices / host.devices})
-        within = max(1, domain.devices * devices // host.devices)
+        if domain.devices < host.devices:
+            within = devices if devices <= domain.devices else math.gcd(devices, domain.devices)
+        else:
+            within = domain.devices // host.devices * devices
         return self.model_copy(
             update={
                 "host": host.model_copy(update={"devices": devices, "nics": nics}),
@@ -189,6 +203,14 @@ class Hardware(Section):
                 break
             factor *= level.oversubscription.value
         return factor
+
+
+def _whole(domain: int, host: int) -> str:
+    """The sizes nearest to a domain's that go with a host of so many devices, in words."""
+    if domain > host:
+        return f"{domain // host * host} or {(domain // host + 1) * host}"
+    fits = [size for size in range(1, host + 1) if host % size == 0]
+    return f"{max(s for s in fits if s < domain)} or {min(s for s in fits if s > domain)}"
 
 
 def names() -> dict[str, Traversable]:

@@ -92,14 +92,15 @@ class Machine:
 
     def of(self, devices: int) -> Machine:
         """The same as a job of so many devices has it: of each domain it takes equally many hosts, the most that go,
-        as `launch` asks Slurm for with --segment, so that groups of ranks lie in domains alike.
+        as `launch` asks Slurm for with --segment, so that groups of ranks lie in domains alike. Domains that are no
+        larger than a host stay as they are: jobs fill one after another.
 
         Raises:
             ConfigError: hosts have no ports, and one domain is too small.
         """
         self.hardware.reaches(devices)
         domain, host = self.hardware.domain, self.hardware.host.devices
-        if devices <= domain.devices or domain.devices == host or devices % host:
+        if devices <= domain.devices or domain.devices <= host or devices % host:
             return self
         inside = int(_equal_parts(devices // host, domain.devices // host)) * host
         made = domain.model_copy(update={"devices": inside})

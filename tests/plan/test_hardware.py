@@ -95,6 +95,9 @@ def test_a_copy_under_another_name_is_as_fast(tmp_path: Path, name: str) -> None
         ("nics: {value: 8", "nics: {value: 0", "host.nics is 0, so no host reaches another, but fabric.kind is rails"),
         ("nics: {value: 8", "nics: {value: -1", "host.nics.value: input should be greater than or equal to 0"),
         ("sms: {value: 108", "sms: {value: 0", "gpu.sms.value"),
+        ("  devices: 8\n  bandwidth", "  devices: 3\n  bandwidth", "domain.devices is 3 and host.devices 8: a domain"),
+        ("  devices: 8\n  bandwidth", "  devices: 7\n  bandwidth", "a host whole domains, so use 4 or 8; see docs"),
+        ("  devices: 8\n  bandwidth", "  devices: 20\n  bandwidth", "a host whole domains, so use 16 or 24; see docs"),
         ("oversubscription: {value: 1", "oversubscription: {value: 0", "oversubscription.value"),
     ],
 )
@@ -116,6 +119,28 @@ def test_hosts_without_ports_are_alone(tmp_path: Path) -> None:
     assert float(one.send(1e8, False)) == float(usual.send(1e8, False))
     with pytest.raises(ConfigError, match=r"gpus=16: hosts of dgx-a100 have no ports to others.*use 8"):
         machine.of(16)
+
+
+@pytest.mark.parametrize("devices", [2, 4, 6, 8, 16, 24])
+def test_a_host_may_have_several_domains(tmp_path: Path, devices: int) -> None:
+    """Four devices of eight are joined: groups of more leave them, however many hosts a job has."""
+    path = changed(tmp_path, "  devices: 8\n  bandwidth", "  devices: 4\n  bandwidth")
+    machine = Machine(hardware(str(path)), constants()).of(devices)
+    assert machine.hardware.domain.devices == 4
+    group = machine.group(devices, 1)
+    assert int(group.inside) == {2: 2, 6: 3}.get(devices, 4)
+    assert np.isfinite(machine.collective("all_reduce", 1e8, group))
+    usual = Machine(hardware("dgx-a100"), constants()).of(devices)
+    slower = machine.collective("all_reduce", 1e9, group) > usual.collective("all_reduce", 1e9, usual.group(devices, 1))
+    assert slower == (devices > 4)
+
+
+@pytest.mark.parametrize(
+    ("domain", "used", "within"), [(8, 4, 4), (16, 4, 8), (4, 4, 4), (4, 2, 2), (4, 3, 3), (4, 6, 2), (4, 5, 1)]
+)
+def test_a_part_of_each_host_is_in_as_few_domains_as_go(tmp_path: Path, domain: int, used: int, within: int) -> None:
+    path = changed(tmp_path, "  devices: 8\n  bandwidth", f"  devices: {domain}\n  bandwidth")
+    assert hardware(str(path)).part(used).domain.devices == within
 
 
 def test_no_drives_are_a_fact(tmp_path: Path) -> None:

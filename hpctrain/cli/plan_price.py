@@ -264,14 +264,17 @@ def sweep(
 ) -> None:
     """Search once for each value of a setting, and show how speed follows it.
 
-    A setting that the search chooses itself (axes, micro-batch, recomputation) is held at each value.
+    A setting that the search chooses itself (axes, micro-batch, recomputation, ZeRO, offload) is held at each value.
     """
+    from hpctrain.plan.held import check_sweep
     from hpctrain.plan.search import best_with
 
     key, equals, text = over.partition("=")
     values = [value for value in text.split(",") if value]
     if not equals or not values:
         raise ConfigError("over", over, "must be written key=value,value", "for example gpus=8,16,32")
+    if key != "gpus":
+        check_sweep(key, gpus)
     rows: list[dict[str, Any]] = []
     with Console(stderr=True).status("searching"):
         for value in values:

@@ -107,6 +107,40 @@ def test_a_sweep_holds_its_setting() -> None:
 
 
 @pytest.mark.parametrize(
+    ("over", "layouts"),
+    [
+        ("sharding.offload.optimizer=none,cpu", (("", "offload="), ("offload=cpu", "nvme"))),
+        ("sharding.reshard_after_forward=true,false", (("", "kept"), ("zero=3 kept", "none: "))),
+        ("sharding.stage=1,2", (("zero=1", "zero=2"), ("zero=2", "zero=1"))),
+        ("parallel.schedule=1f1b,gpipe", (("", "zb-"), ("none: no layout has these", "1f1b"))),
+    ],
+)
+def test_a_sweep_holds_each_value_of_what_is_searched(over: str, layouts: tuple[tuple[str, str], ...]) -> None:
+    rows = json.loads(run(f"sweep llama-8b --gpus 16 --json --over {over}"))
+    for row, (has, lacks) in zip(rows, layouts, strict=True):
+        assert has in row["layout"] and lacks not in row["layout"]
+
+
+@pytest.mark.parametrize("over", ["model.moe.experts=4,8", "data.seq=2048,4096", "train.precision=bf16,float32"])
+def test_a_sweep_follows_what_the_search_starts_from(over: str) -> None:
+    rows = json.loads(run(f"sweep llama-8b --gpus 16 --json --over {over}"))
+    assert len({row["step s"] for row in rows}) == 2
+
+
+def test_a_sweep_over_hosts_needs_no_devices() -> None:
+    rows = json.loads(run("sweep llama-8b --json cluster.gpus_per_node=8 --over cluster.nodes=1,2"))
+    assert rows[1]["tokens/s"] > 1.8 * rows[0]["tokens/s"]
+    said = invoke("sweep llama-8b --gpus 16 --over cluster.nodes=1,2")
+    assert said.exit_code == 2 and "over='cluster.nodes': devices are those of --gpus" in said.stderr
+
+
+@pytest.mark.parametrize("key", ["engine", "replicas", "bucket_mib", "offload", "offload.params", "offload.path"])
+def test_a_sweep_over_what_has_no_price_is_refused(key: str) -> None:
+    said = invoke(f"sweep llama-8b --gpus 16 --over sharding.{key}=none,cpu")
+    assert said.exit_code == 2 and f"over='sharding.{key}': has no price in a search" in said.stderr
+
+
+@pytest.mark.parametrize(
     ("line", "words"),
     [
         ("llama-70b --cluster h1000", "cluster='h1000'"),
@@ -116,6 +150,10 @@ def test_a_sweep_holds_its_setting() -> None:
         ("llama-405b --gpus 16", "devices are enough"),
         ("llama-8b --gpus 1024 train.global_batch=7", "must be a multiple of dp"),
         ("sweep llama-8b --over gpus", "must be written key=value,value"),
+        ("sweep llama-8b --over parallel.sp=true,false", "over='parallel.sp': has no price in a search"),
+        ("sweep llama-8b --over parallel.etp=1,2", "must be one of gpus, model.*, data.seq"),
+        ("sweep llama-8b --over optimizer.lr=1,2", "has no price in a search"),
+        ("sweep llama-8b --over parallel.tq=1,2", "the nearest is parallel.tp"),
         ("sweep llama-8b --over gpus=8 --png nowhere/x.png", "its folder must be there"),
         ("explain llama-8b --profile nowhere.json", "there is no such file; make one with hpctrain bench"),
     ],

@@ -10,13 +10,14 @@ import math
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Literal
 
 from pydantic import Field, model_validator
 
 from hpctrain.config.keys import nearest
 from hpctrain.config.schema import Count, Section
 from hpctrain.errors import ConfigError
+from hpctrain.plan import bounds
 from hpctrain.plan.constants import constants
 from hpctrain.plan.files import section
 
@@ -27,16 +28,50 @@ Dtype = Literal["fp8", "bf16", "fp16", "float32", "float64"]
 
 
 class Fact(Section):
-    """A number and who says so: it is divided by somewhere, so that it is above 0."""
+    """A number and who says so. What it may be is of its kind (`bounds`)."""
 
-    value: Annotated[float, Field(gt=0.0)]
+    value: float
     source: str = Field(min_length=3)
 
 
-class Maybe(Fact):
-    """A number of what there need not be any of."""
+class ByteRate(Fact):
+    value: bounds.ByteRate
 
-    value: Annotated[float, Field(ge=0.0)]
+
+class FlopRate(Fact):
+    value: bounds.FlopRate
+
+
+class Bytes(Fact):
+    value: bounds.Bytes
+
+
+class SomeBytes(Fact):
+    value: bounds.SomeBytes
+
+
+class Units(Fact):
+    value: bounds.Units
+
+
+class Copies(Fact):
+    value: bounds.Copies
+
+
+class Ports(Fact):
+    value: bounds.Ports
+
+
+class Ratio(Fact):
+    value: bounds.Ratio
+
+
+class Hours(Fact):
+    value: bounds.Hours
+
+
+class Seconds(Fact):
+    value: bounds.Seconds
 
 
 class Gpu(Section):
@@ -51,11 +86,11 @@ class Gpu(Section):
     """
 
     name: str
-    sms: Fact
-    peak: dict[Dtype, Fact]
-    memory: Fact
-    memory_bandwidth: Fact
-    fp8_copies: Fact = Fact(value=2, source="TransformerEngine, common/gemm/cublaslt_gemm.cu: Hopper, TN alone")
+    sms: Units
+    peak: dict[Dtype, FlopRate]
+    memory: Bytes
+    memory_bandwidth: ByteRate
+    fp8_copies: Copies = Copies(value=2, source="TransformerEngine, common/gemm/cublaslt_gemm.cu: Hopper, TN alone")
 
 
 class Domain(Section):
@@ -69,7 +104,7 @@ class Domain(Section):
 
     link: str
     devices: Count
-    bandwidth: Fact
+    bandwidth: ByteRate
 
 
 class Host(Section):
@@ -81,14 +116,14 @@ class Host(Section):
     """
 
     devices: Count
-    nics: Maybe
-    nic_bandwidth: Fact
-    pcie_bandwidth: Fact
-    memory: Fact
-    memory_bandwidth: Fact
-    nvme: Maybe
-    nvme_read: Fact
-    nvme_write: Fact
+    nics: Ports
+    nic_bandwidth: ByteRate
+    pcie_bandwidth: ByteRate
+    memory: Bytes
+    memory_bandwidth: ByteRate
+    nvme: SomeBytes
+    nvme_read: ByteRate
+    nvme_write: ByteRate
 
 
 class Level(Section):
@@ -99,7 +134,7 @@ class Level(Section):
 
     name: str
     devices: Count
-    oversubscription: Fact
+    oversubscription: Ratio
 
 
 class Fabric(Section):
@@ -113,8 +148,8 @@ class Fabric(Section):
 class Failures(Section):
     """How often a device's share of the cluster fails, and what an interruption costs; hours and seconds."""
 
-    device_mtbf_hours: Fact
-    restart_seconds: Maybe
+    device_mtbf_hours: Hours
+    restart_seconds: Seconds
 
 
 class Hardware(Section):

@@ -169,7 +169,11 @@ def test_bad_input_names_the_reason_and_what_works(line: str, words: str) -> Non
         (None, "cannot be read: Is a directory"),
         ("a: [1", "must be YAML, but line 1"),
         ("- 1", "the file: input should be an object"),
-        ("cluster: dgx-h100\nmatmul: {bf16: 0}", "matmul.bf16: input should be greater than 0"),
+        ("cluster: dgx-h100\nmatmul: {bf16: 0}", "matmul.bf16 is 0: must be a number of FLOP/s, 1 to"),
+        (
+            "cluster: dgx-h100\nmemory_bandwidth: 1e-300",
+            "memory_bandwidth is 1e-300: must be a number of bytes/s, 1 to",
+        ),
         (
             "cluster: dgx-h100\ncollectives:\n"
             "  - {operation: send, backend: nccl, devices: 0, hosts: 1, lines: [{latency: 0, rate: 1e9}]}",
@@ -179,8 +183,13 @@ def test_bad_input_names_the_reason_and_what_works(line: str, words: str) -> Non
             "cluster: dgx-h100\ncollectives:\n  - {operation: send, backend: nccl, devices: 2, hosts: 1, lines: []}",
             "collectives.0.lines",
         ),
+        (
+            "cluster: dgx-h100\ncollectives:\n"
+            "  - {operation: send, backend: nccl, devices: 2, hosts: 1, lines: [{latency: 0, rate: 1e-300}]}",
+            "collectives.0.lines.0.rate is 1e-300: must be a number of bytes/s, 1 to",
+        ),
     ],
-    ids=["folder", "broken", "list", "rate-0", "devices-0", "no-lines"],
+    ids=["folder", "broken", "list", "rate-0", "bandwidth-tiny", "devices-0", "no-lines", "rate-tiny"],
 )
 def test_a_profile_that_is_none_says_why(tmp_path: Path, content: str | None, words: str) -> None:
     path = tmp_path / "profile.yaml"
@@ -198,6 +207,15 @@ def test_a_cluster_of_unknown_links_says_the_nearest(tmp_path: Path) -> None:
         path.write_text(whole.replace(right, wrong))
         result = invoke(f"explain llama-8b --cluster {path}")
         assert result.exit_code == 2 and "the nearest is" in result.stderr
+
+
+def test_a_run_that_fails_all_the_time_never_gets_there(tmp_path: Path) -> None:
+    whole = (Path(plan_hardware.__file__).parent / "hardware" / "dgx-h100.yaml").read_text()
+    path = tmp_path / "mine.yaml"
+    path.write_text(whole.replace("device_mtbf_hours: {value: 50674", "device_mtbf_hours: {value: 5.8"))
+    out = run(f"explain llama-8b --cluster {path} --gpus 16384 train.global_batch=65536")
+    said = "with failures every 1.3 s it never gets there: failures come faster than it restarts"
+    assert said in out and len(out.splitlines()[-1]) < 150
 
 
 def test_slips_of_the_finger_are_answered_at_once(tmp_path: Path) -> None:

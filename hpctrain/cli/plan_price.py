@@ -162,10 +162,13 @@ def _show_calendar(plan: Plan, machine: Machine, devices: int) -> None:
     stop = checkpoint_seconds(machine.hardware, numel, devices)
     left = goodput(machine.hardware, devices, stop)
     days = plan.config.train.steps * plan.seconds / DAY
-    click.echo(
-        f"{plan.config.train.steps:,} steps: {days:,.1f} days, with failures every {left.mtbf / 3600:,.1f} h "
-        f"{days / left.share:,.1f} (goodput {100 * left.share:.1f}%, a checkpoint every {left.interval / 60:,.0f} min)"
-    )
+    every = f"{left.mtbf / 3600:,.1f} h" if left.mtbf >= 360 else f"{left.mtbf:,.1f} s"
+    often = f"{plan.config.train.steps:,} steps: {days:,.1f} days, with failures every {every}"
+    if left.hopeless:
+        click.echo(f"{often} it never gets there: {left.hopeless}")
+        return
+    share, apart = 100 * left.share, left.interval / 60
+    click.echo(f"{often} {days / left.share:,.1f} (goodput {share:.1f}%, a checkpoint every {apart:,.0f} min)")
 
 
 def plain(plan: Plan, machine: Machine) -> dict[str, Any]:
@@ -264,14 +267,17 @@ def sweep(
 ) -> None:
     """Search once for each value of a setting, and show how speed follows it.
 
-    A setting that the search chooses itself (axes, micro-batch, recomputation) is held at each value.
+    A setting that the search chooses itself (axes, micro-batch, recomputation, ZeRO, offload) is held at each value.
     """
+    from hpctrain.plan.held import check_sweep
     from hpctrain.plan.search import best_with
 
     key, equals, text = over.partition("=")
     values = [value for value in text.split(",") if value]
     if not equals or not values:
         raise ConfigError("over", over, "must be written key=value,value", "for example gpus=8,16,32")
+    if key != "gpus":
+        check_sweep(key, gpus)
     rows: list[dict[str, Any]] = []
     with Console(stderr=True).status("searching"):
         for value in values:

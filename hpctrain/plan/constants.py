@@ -17,6 +17,7 @@ from pydantic import Field
 
 from hpctrain.config import plain_yaml
 from hpctrain.config.schema import Count, Section
+from hpctrain.plan import bounds
 from hpctrain.plan.files import section
 
 Positive = Annotated[float, Field(gt=0.0)]
@@ -94,6 +95,13 @@ def _file() -> Path:
 Operation = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send"]
 
 
+class MeasuredLine(Line):
+    """A line of which both are measured, not shares of what hardware says."""
+
+    latency: bounds.Seconds
+    rate: bounds.LineRate
+
+
 class Measured(Section):
     """A piecewise fit of one operation in one kind of group, as `hpctrain bench` writes it.
 
@@ -107,7 +115,7 @@ class Measured(Section):
     backend: str
     devices: Count
     hosts: Count
-    lines: Annotated[tuple[Line, ...], Field(min_length=1)]
+    lines: Annotated[tuple[MeasuredLine, ...], Field(min_length=1)]
 
 
 def profile(path: Path) -> Profile:
@@ -130,6 +138,6 @@ class Profile(Section):
     """
 
     cluster: str
-    matmul: dict[str, Positive] = Field({})
-    memory_bandwidth: Positive | None = None
+    matmul: dict[str, bounds.FlopRate] = Field({})
+    memory_bandwidth: bounds.ByteRate | None = None
     collectives: tuple[Measured, ...] = ()

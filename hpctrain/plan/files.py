@@ -38,8 +38,15 @@ def section(kind: type[S], file: Traversable | Path, key: str, name: str, fix: s
     except UnicodeDecodeError:
         raise ConfigError(key, name, "must be a YAML file in UTF-8", fix) from None
     except ValidationError as error:
-        first = error.errors(include_url=False, include_context=False)[0]
-        where = ".".join(map(str, first["loc"])) or "the file"
-        raise ConfigError(key, name, f"{where}: {first['msg'].lower()}", fix) from None
+        raise ConfigError(key, name, _words(error), fix) from None
     except ValueError as error:
         raise ConfigError(key, name, f"must be YAML, but {error}", fix) from None
+
+
+def _words(error: ValidationError) -> str:
+    """The first fault of a file: where, and what of it."""
+    first = error.errors(include_url=False, include_context=False)[0]
+    where, ours = ".".join(map(str, first["loc"])), first["msg"].removeprefix("Value error, ")
+    if ours == first["msg"]:
+        return f"{where or 'the file'}: {ours.lower()}"
+    return f"{where} is {first['input']!r}: {ours}" if where else ours

@@ -7,6 +7,9 @@ from dataclasses import dataclass
 
 from hpctrain.plan.hardware import Hardware
 
+NOTHING = 0.01
+"""Share of a job's time below which nobody would run it."""
+
 
 @dataclass(frozen=True)
 class Goodput:
@@ -16,11 +19,20 @@ class Goodput:
         mtbf: seconds between failures of the whole job.
         interval: seconds of training between checkpoints that loses least.
         share: of the job's time that trains steps which are kept.
+        restart: seconds from a failure until it trains again.
     """
 
     mtbf: float
     interval: float
     share: float
+    restart: float
+
+    @property
+    def hopeless(self) -> str:
+        """Why next to nothing gets done, in words; empty where something does."""
+        if self.share >= NOTHING:
+            return ""
+        return "failures come faster than it " + ("restarts" if self.mtbf < self.restart else "writes a checkpoint")
 
 
 def interval(checkpoint: float, mtbf: float) -> float:
@@ -46,8 +58,9 @@ def goodput(hardware: Hardware, devices: int, checkpoint: float, every: float | 
     mtbf = hardware.failures.device_mtbf_hours.value * 3600 / devices
     restart = hardware.failures.restart_seconds.value
     chosen = every if every is not None else interval(checkpoint, mtbf)
-    spent = mtbf * math.exp(restart / mtbf) * math.expm1((chosen + checkpoint) / mtbf)
-    return Goodput(mtbf, chosen, chosen / spent)
+    stretch = (chosen + checkpoint) / mtbf
+    share = chosen / mtbf * math.exp(-restart / mtbf - stretch) / -math.expm1(-stretch)  # with no exponent above 0
+    return Goodput(mtbf, chosen, share, restart)
 
 
 def checkpoint_seconds(hardware: Hardware, parameters: int, devices: int) -> float:

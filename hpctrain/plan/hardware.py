@@ -6,16 +6,18 @@ was measured on a cluster, in a `Profile`, goes before both.
 
 from __future__ import annotations
 
+import math
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Literal
 
 from pydantic import Field, model_validator
 
 from hpctrain.config.keys import nearest
 from hpctrain.config.schema import Count, Section
 from hpctrain.errors import ConfigError
+from hpctrain.plan import bounds
 from hpctrain.plan.constants import constants
 from hpctrain.plan.files import section
 
@@ -26,16 +28,50 @@ Dtype = Literal["fp8", "bf16", "fp16", "float32", "float64"]
 
 
 class Fact(Section):
-    """A number and who says so: it is divided by somewhere, so that it is above 0."""
+    """A number and who says so. What it may be is of its kind (`bounds`)."""
 
-    value: Annotated[float, Field(gt=0.0)]
+    value: float
     source: str = Field(min_length=3)
 
 
-class Maybe(Fact):
-    """A number of what there need not be any of."""
+class ByteRate(Fact):
+    value: bounds.ByteRate
 
-    value: Annotated[float, Field(ge=0.0)]
+
+class FlopRate(Fact):
+    value: bounds.FlopRate
+
+
+class Bytes(Fact):
+    value: bounds.Bytes
+
+
+class SomeBytes(Fact):
+    value: bounds.SomeBytes
+
+
+class Units(Fact):
+    value: bounds.Units
+
+
+class Copies(Fact):
+    value: bounds.Copies
+
+
+class Ports(Fact):
+    value: bounds.Ports
+
+
+class Ratio(Fact):
+    value: bounds.Ratio
+
+
+class Hours(Fact):
+    value: bounds.Hours
+
+
+class Seconds(Fact):
+    value: bounds.Seconds
 
 
 class Gpu(Section):
@@ -50,11 +86,11 @@ class Gpu(Section):
     """
 
     name: str
-    sms: Fact
-    peak: dict[Dtype, Fact]
-    memory: Fact
-    memory_bandwidth: Fact
-    fp8_copies: Fact = Fact(value=2, source="TransformerEngine, common/gemm/cublaslt_gemm.cu: Hopper, TN alone")
+    sms: Units
+    peak: dict[Dtype, FlopRate]
+    memory: Bytes
+    memory_bandwidth: ByteRate
+    fp8_copies: Copies = Copies(value=2, source="TransformerEngine, common/gemm/cublaslt_gemm.cu: Hopper, TN alone")
 
 
 class Domain(Section):
@@ -62,13 +98,13 @@ class Domain(Section):
 
     Attributes:
         link: names what software reaches of it, in `constants.yaml`.
-        devices: of a domain; a multiple of a host's on racks.
+        devices: of a domain: whole hosts, as on racks, or equal parts of a host.
         bandwidth: bytes/s of a device, each way.
     """
 
     link: str
     devices: Count
-    bandwidth: Fact
+    bandwidth: ByteRate
 
 
 class Host(Section):
@@ -80,14 +116,14 @@ class Host(Section):
     """
 
     devices: Count
-    nics: Maybe
-    nic_bandwidth: Fact
-    pcie_bandwidth: Fact
-    memory: Fact
-    memory_bandwidth: Fact
-    nvme: Maybe
-    nvme_read: Fact
-    nvme_write: Fact
+    nics: Ports
+    nic_bandwidth: ByteRate
+    pcie_bandwidth: ByteRate
+    memory: Bytes
+    memory_bandwidth: ByteRate
+    nvme: SomeBytes
+    nvme_read: ByteRate
+    nvme_write: ByteRate
 
 
 class Level(Section):
@@ -98,7 +134,7 @@ class Level(Section):
 
     name: str
     devices: Count
-    oversubscription: Fact
+    oversubscription: Ratio
 
 
 class Fabric(Section):
@@ -112,8 +148,8 @@ class Fabric(Section):
 class Failures(Section):
     """How often a device's share of the cluster fails, and what an interruption costs; hours and seconds."""
 
-    device_mtbf_hours: Fact
-    restart_seconds: Maybe
+    device_mtbf_hours: Hours
+    restart_seconds: Seconds
 
 
 class Hardware(Section):
@@ -134,6 +170,16 @@ class Hardware(Section):
             raise ValueError(
                 f"host.nics is 0, so no host reaches another, but fabric.kind is {self.fabric.kind}: "
                 "give the ports, or use kind single"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _has_whole_domains(self) -> Hardware:
+        domain, host = self.domain.devices, self.host.devices
+        if domain % host and host % domain:
+            raise ValueError(
+                f"domain.devices is {domain} and host.devices {host}: a domain has whole hosts, or a host whole "
+                f"domains, so use {_whole(domain, host)}"
             )
         return self
 
@@ -173,7 +219,10 @@ class Hardware(Section):
             allowed = f"a host of {self.name} has {host.devices} devices"
             raise ConfigError("cluster.gpus_per_node", devices, allowed, f"use at most {host.devices}")
         nics = host.nics.model_copy(update={"value": host.nics.value * devices / host.devices})
-        within = max(1, domain.devices * devices // host.devices)
+        if domain.devices < host.devices:
+            within = devices if devices <= domain.devices else math.gcd(devices, domain.devices)
+        else:
+            within = domain.devices // host.devices * devices
         return self.model_copy(
             update={
                 "host": host.model_copy(update={"devices": devices, "nics": nics}),
@@ -189,6 +238,14 @@ class Hardware(Section):
                 break
             factor *= level.oversubscription.value
         return factor
+
+
+def _whole(domain: int, host: int) -> str:
+    """The sizes nearest to a domain's that go with a host of so many devices, in words."""
+    if domain > host:
+        return f"{domain // host * host} or {(domain // host + 1) * host}"
+    fits = [size for size in range(1, host + 1) if host % size == 0]
+    return f"{max(s for s in fits if s < domain)} or {min(s for s in fits if s > domain)}"
 
 
 def names() -> dict[str, Traversable]:
@@ -217,6 +274,13 @@ def hardware(name: str) -> Hardware:
     near = nearest(name.lower(), sorted(every))
     fix = f"the nearest is {near}" if near else "or give a YAML file like these"
     raise ConfigError("cluster", name, f"must be one of {', '.join(known)}", fix)
+
+
+@cache
+def of_device(gpu: str) -> str:
+    """The packaged cluster that has this device (`gpu.name`); empty where none has."""
+    made = (hardware(name) for name in names())
+    return next((cluster.name for cluster in made if cluster.gpu.name == gpu), "")
 
 
 def _read(file: Traversable | Path, name: str) -> Hardware:

@@ -21,7 +21,7 @@ import numpy as np
 from hpctrain.layout.traffic import wire
 from hpctrain.plan.constants import Constants, Link, Profile
 from hpctrain.plan.gemm import Array, Device
-from hpctrain.plan.hardware import Dtype, Hardware
+from hpctrain.plan.hardware import Dtype, Hardware, of_device
 
 TREE = 0.92
 """What a double tree reaches of a ring's rate between hosts: NCCL's tuning model, src/graph/tuning.cc."""
@@ -40,6 +40,9 @@ channel, up to 24 of 108 SMs on A100 and 24 to 32 of 132 on H100 (NCCL_MAX_NCHAN
 RING_CHANNELS, MOST_DOUBLED = 2, 16
 """Channels of collectives between hosts: of a ring through each port, and the most up to which devices that have fp8
 (compute capability 9.0 and later) have twice as many (NCCL, src/graph/connect.cc)."""
+
+UNKNOWN = 0.8
+"""Share of its peak that a device is taken to reach of which no table says anything."""
 
 STEPS = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1, "all_to_all": 1}
 """Rounds of a ring."""
@@ -89,14 +92,15 @@ class Machine:
 
     def of(self, devices: int) -> Machine:
         """The same as a job of so many devices has it: of each domain it takes equally many hosts, the most that go,
-        as `launch` asks Slurm for with --segment, so that groups of ranks lie in domains alike.
+        as `launch` asks Slurm for with --segment, so that groups of ranks lie in domains alike. Domains that are no
+        larger than a host stay as they are: jobs fill one after another.
 
         Raises:
             ConfigError: hosts have no ports, and one domain is too small.
         """
         self.hardware.reaches(devices)
         domain, host = self.hardware.domain, self.hardware.host.devices
-        if devices <= domain.devices or domain.devices == host or devices % host:
+        if devices <= domain.devices or domain.devices <= host or devices % host:
             return self
         inside = int(_equal_parts(devices // host, domain.devices // host)) * host
         made = domain.model_copy(update={"devices": inside})
@@ -116,10 +120,16 @@ class Machine:
     def device(self, dtype: Dtype) -> Device:
         """Rates of a device in a step that computes in `dtype`."""
         gpu, training, measured = self.hardware.gpu, self.constants.training, self.profile
-        share = self.constants.matmul.get(self.hardware.name, {}).get(dtype, 0.8)
+        share = self._fitted().get(dtype, UNKNOWN)
         rate = (measured and measured.matmul.get(dtype)) or self.hardware.peak(dtype) * share * training.matmul
         bandwidth = (measured and measured.memory_bandwidth) or gpu.memory_bandwidth.value * training.memory
         return Device(rate, gpu.sms.value, bandwidth, self.gap)
+
+    def _fitted(self) -> dict[str, float]:
+        """Shares of the peak by dtype: those of the cluster's name; of a name that is not in the constants, those of
+        the packaged cluster that has the same device."""
+        known, name = self.constants.matmul, self.hardware.name
+        return known.get(name if name in known else of_device(self.hardware.gpu.name), {})
 
     @property
     def fast(self) -> Link:

@@ -19,12 +19,13 @@ from hpctrain.layout.memory import Memory, estimate
 from hpctrain.layout.units import in_gib
 from hpctrain.plan.candidates import MOST_DEVICES, candidates
 from hpctrain.plan.gemm import Array
+from hpctrain.plan.held import OFFLOADED, layouts_with, value_of
 from hpctrain.plan.links import Machine
 from hpctrain.plan.played import price
 from hpctrain.plan.room import room, weights_besides
 from hpctrain.plan.screen import screen
 from hpctrain.plan.step import Price
-from hpctrain.plan.work import NAMES, OFFLOAD, RECOMPUTE, Points, Work
+from hpctrain.plan.work import OFFLOAD, RECOMPUTE, Points, Work
 from hpctrain.telemetry.flops import flops_per_token
 
 AGREE = 0.01
@@ -251,35 +252,17 @@ def _all_alike(config: RunConfig) -> None:
         raise ConfigError("train.activation_budget", budget, reason, "use null")
 
 
-HELD = {
-    **{f"parallel.{axis}": axis for axis in ("tp", "pp", "cp", "ep", "chunks")},
-    "train.micro_batch": "micro_batch",
-    "sharding.stage": "stage",
-}
-"""Settings that the search chooses and that can be held: numbers of a point."""
-
-
 def best_with(config: RunConfig, machine: Machine, devices: int, work: Work, held: tuple[str, ...]) -> Plan:
     """The best layout that leaves some settings of the configuration as they are.
 
     Raises:
         ConfigError: none can run, or none fits.
     """
-
-    def keeps(points: Points) -> Array:
-        chosen = np.ones(len(points), dtype=bool)
-        for key in held:
-            section, _, name = key.partition(".")
-            value = getattr(getattr(config, section), name) if name else None
-            if key in HELD:
-                chosen &= getattr(points, HELD[key]) == value
-            elif key == "train.recompute":
-                chosen &= points.recompute == RECOMPUTE.index(value)
-            elif key == "parallel.schedule":
-                chosen &= points.schedule == NAMES.index(value)
-        return chosen
-
-    return search(config, machine, devices, work, 1, keeps=keeps)[0]
+    away = OFFLOADED in held and value_of(config, OFFLOADED) != "none"
+    plans = search(config, machine, devices, work, 1, away, layouts_with(config, held))
+    if not plans:
+        raise ConfigError("memory", config.name, "what seemed to fit does not", "use more devices")
+    return plans[0]
 
 
 def _nothing(

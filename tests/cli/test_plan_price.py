@@ -107,6 +107,40 @@ def test_a_sweep_holds_its_setting() -> None:
 
 
 @pytest.mark.parametrize(
+    ("over", "layouts"),
+    [
+        ("sharding.offload.optimizer=none,cpu", (("", "offload="), ("offload=cpu", "nvme"))),
+        ("sharding.reshard_after_forward=true,false", (("", "kept"), ("zero=3 kept", "none: "))),
+        ("sharding.stage=1,2", (("zero=1", "zero=2"), ("zero=2", "zero=1"))),
+        ("parallel.schedule=1f1b,gpipe", (("", "zb-"), ("none: no layout has these", "1f1b"))),
+    ],
+)
+def test_a_sweep_holds_each_value_of_what_is_searched(over: str, layouts: tuple[tuple[str, str], ...]) -> None:
+    rows = json.loads(run(f"sweep llama-8b --gpus 16 --json --over {over}"))
+    for row, (has, lacks) in zip(rows, layouts, strict=True):
+        assert has in row["layout"] and lacks not in row["layout"]
+
+
+@pytest.mark.parametrize("over", ["model.moe.experts=4,8", "data.seq=2048,4096", "train.precision=bf16,float32"])
+def test_a_sweep_follows_what_the_search_starts_from(over: str) -> None:
+    rows = json.loads(run(f"sweep llama-8b --gpus 16 --json --over {over}"))
+    assert len({row["step s"] for row in rows}) == 2
+
+
+def test_a_sweep_over_hosts_needs_no_devices() -> None:
+    rows = json.loads(run("sweep llama-8b --json cluster.gpus_per_node=8 --over cluster.nodes=1,2"))
+    assert rows[1]["tokens/s"] > 1.8 * rows[0]["tokens/s"]
+    said = invoke("sweep llama-8b --gpus 16 --over cluster.nodes=1,2")
+    assert said.exit_code == 2 and "over='cluster.nodes': devices are those of --gpus" in said.stderr
+
+
+@pytest.mark.parametrize("key", ["engine", "replicas", "bucket_mib", "offload", "offload.params", "offload.path"])
+def test_a_sweep_over_what_has_no_price_is_refused(key: str) -> None:
+    said = invoke(f"sweep llama-8b --gpus 16 --over sharding.{key}=none,cpu")
+    assert said.exit_code == 2 and f"over='sharding.{key}': has no price in a search" in said.stderr
+
+
+@pytest.mark.parametrize(
     ("line", "words"),
     [
         ("llama-70b --cluster h1000", "cluster='h1000'"),
@@ -116,6 +150,10 @@ def test_a_sweep_holds_its_setting() -> None:
         ("llama-405b --gpus 16", "devices are enough"),
         ("llama-8b --gpus 1024 train.global_batch=7", "must be a multiple of dp"),
         ("sweep llama-8b --over gpus", "must be written key=value,value"),
+        ("sweep llama-8b --over parallel.sp=true,false", "over='parallel.sp': has no price in a search"),
+        ("sweep llama-8b --over parallel.etp=1,2", "must be one of gpus, model.*, data.seq"),
+        ("sweep llama-8b --over optimizer.lr=1,2", "has no price in a search"),
+        ("sweep llama-8b --over parallel.tq=1,2", "the nearest is parallel.tp"),
         ("sweep llama-8b --over gpus=8 --png nowhere/x.png", "its folder must be there"),
         ("explain llama-8b --profile nowhere.json", "there is no such file; make one with hpctrain bench"),
     ],
@@ -131,7 +169,11 @@ def test_bad_input_names_the_reason_and_what_works(line: str, words: str) -> Non
         (None, "cannot be read: Is a directory"),
         ("a: [1", "must be YAML, but line 1"),
         ("- 1", "the file: input should be an object"),
-        ("cluster: dgx-h100\nmatmul: {bf16: 0}", "matmul.bf16: input should be greater than 0"),
+        ("cluster: dgx-h100\nmatmul: {bf16: 0}", "matmul.bf16 is 0: must be a number of FLOP/s, 1 to"),
+        (
+            "cluster: dgx-h100\nmemory_bandwidth: 1e-300",
+            "memory_bandwidth is 1e-300: must be a number of bytes/s, 1 to",
+        ),
         (
             "cluster: dgx-h100\ncollectives:\n"
             "  - {operation: send, backend: nccl, devices: 0, hosts: 1, lines: [{latency: 0, rate: 1e9}]}",
@@ -141,8 +183,13 @@ def test_bad_input_names_the_reason_and_what_works(line: str, words: str) -> Non
             "cluster: dgx-h100\ncollectives:\n  - {operation: send, backend: nccl, devices: 2, hosts: 1, lines: []}",
             "collectives.0.lines",
         ),
+        (
+            "cluster: dgx-h100\ncollectives:\n"
+            "  - {operation: send, backend: nccl, devices: 2, hosts: 1, lines: [{latency: 0, rate: 1e-300}]}",
+            "collectives.0.lines.0.rate is 1e-300: must be a number of bytes/s, 1 to",
+        ),
     ],
-    ids=["folder", "broken", "list", "rate-0", "devices-0", "no-lines"],
+    ids=["folder", "broken", "list", "rate-0", "bandwidth-tiny", "devices-0", "no-lines", "rate-tiny"],
 )
 def test_a_profile_that_is_none_says_why(tmp_path: Path, content: str | None, words: str) -> None:
     path = tmp_path / "profile.yaml"
@@ -160,6 +207,15 @@ def test_a_cluster_of_unknown_links_says_the_nearest(tmp_path: Path) -> None:
         path.write_text(whole.replace(right, wrong))
         result = invoke(f"explain llama-8b --cluster {path}")
         assert result.exit_code == 2 and "the nearest is" in result.stderr
+
+
+def test_a_run_that_fails_all_the_time_never_gets_there(tmp_path: Path) -> None:
+    whole = (Path(plan_hardware.__file__).parent / "hardware" / "dgx-h100.yaml").read_text()
+    path = tmp_path / "mine.yaml"
+    path.write_text(whole.replace("device_mtbf_hours: {value: 50674", "device_mtbf_hours: {value: 5.8"))
+    out = run(f"explain llama-8b --cluster {path} --gpus 16384 train.global_batch=65536")
+    said = "with failures every 1.3 s it never gets there: failures come faster than it restarts"
+    assert said in out and len(out.splitlines()[-1]) < 150
 
 
 def test_slips_of_the_finger_are_answered_at_once(tmp_path: Path) -> None:

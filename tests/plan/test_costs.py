@@ -13,10 +13,10 @@ from hpctrain.launch.slurm.rules import segment
 from hpctrain.layout.layout import Layout
 from hpctrain.layout.parameters import parameter_specs, trained_specs
 from hpctrain.plan import attention, layer, products
-from hpctrain.plan.constants import Constants, Line, Link, Measured, Profile, Training, constants
+from hpctrain.plan.constants import Constants, Line, Link, Measured, MeasuredLine, Profile, Training, constants
 from hpctrain.plan.gemm import FEED, FILL, NORM, Device, gemm
 from hpctrain.plan.goodput import goodput, interval
-from hpctrain.plan.hardware import hardware
+from hpctrain.plan.hardware import Hardware, hardware
 from hpctrain.plan.links import CHANNELS, Group, Machine
 from hpctrain.plan.played import price
 from hpctrain.plan.step import ADAM_BYTES, partly_hidden
@@ -331,7 +331,9 @@ def test_goodput_is_best_at_its_interval_and_falls_with_size() -> None:
 
 def test_a_profile_goes_before_the_constants() -> None:
     fits = tuple(
-        Measured(operation="all_reduce", backend="nccl", devices=n, hosts=1, lines=(Line(latency=1e-3, rate=rate),))
+        Measured(
+            operation="all_reduce", backend="nccl", devices=n, hosts=1, lines=(MeasuredLine(latency=1e-3, rate=rate),)
+        )
         for n, rate in ((2, 1e9), (8, 2e9))
     )
     profile = Profile(cluster="dgx-h100", matmul={"bf16": 500e12}, memory_bandwidth=1e12, collectives=fits)
@@ -361,3 +363,28 @@ def test_goodput_pays_checkpoints_and_restarts() -> None:
     assert goodput(quick, 1, 100, 900).share == pytest.approx(0.9, rel=1e-4)  # failures are years apart
     slow, fast = goodput(h100, 16384, 60), goodput(quick, 16384, 60)
     assert slow.share / fast.share == pytest.approx(math.exp(-600 / slow.mtbf))
+
+
+def failing(hours: float, restart: float = 600.0) -> Hardware:
+    """An H100 cluster whose devices fail so often."""
+    h100 = hardware("dgx-h100")
+    often = h100.failures.device_mtbf_hours.model_copy(update={"value": hours})
+    again = h100.failures.restart_seconds.model_copy(update={"value": restart})
+    failures = h100.failures.model_copy(update={"device_mtbf_hours": often, "restart_seconds": again})
+    return h100.model_copy(update={"failures": failures})
+
+
+def test_failures_that_let_nothing_be_done_are_told_in_words() -> None:
+    assert goodput(failing(50674), 16384, 60).hopeless == ""
+    for devices, hours, restart in ((65536, 5.8, 600), (16384, 5.8, 600), (1, 1e-3, 1e7), (2**24, 1e-3, 1e7)):
+        left = goodput(failing(hours, restart), devices, 60)
+        assert 0 <= left.share < 1e-10 and left.hopeless == "failures come faster than it restarts"
+    slow = goodput(failing(50674), 16, 1e11)
+    assert slow.share == 0 and slow.hopeless == "failures come faster than it writes a checkpoint"
+
+
+def test_goodput_is_that_of_dalys_stretch() -> None:
+    """M exp(R/M) (exp((T + C)/M) - 1), of which T trains."""
+    left = goodput(failing(1000, 300), 4096, 60, 500)
+    spent = left.mtbf * math.exp(300 / left.mtbf) * math.expm1(560 / left.mtbf)
+    assert left.share == pytest.approx(500 / spent, rel=1e-12)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -9,7 +10,7 @@ import pytest
 
 from hpctrain.errors import ConfigError
 from hpctrain.plan.constants import constants
-from hpctrain.plan.hardware import Hardware, hardware, names
+from hpctrain.plan.hardware import Dtype, Hardware, hardware, names
 from hpctrain.plan.links import Machine
 from hpctrain.telemetry.flops import peak_flops
 
@@ -68,6 +69,21 @@ def test_a_file_of_ones_own(tmp_path: Path) -> None:
     assert isinstance(made, Hardware) and made.host.nic_bandwidth.value == 12.5e9
 
 
+@pytest.mark.parametrize("name", names())
+def test_a_copy_under_another_name_is_as_fast(tmp_path: Path, name: str) -> None:
+    """What is fitted is of a device: a file that differs in its name alone prices alike; of another device 0.8."""
+    text, path = names()[name].read_text(encoding="utf-8"), tmp_path / "mine.yaml"
+    path.write_text(text.replace(f"name: {name}\n", "name: mine\n", 1))
+    copy, own = (Machine(hardware(str(path) if mine else name), constants()) for mine in (True, False))
+    assert copy.hardware.name == "mine" and set(copy.hardware.gpu.peak) == set(own.hardware.gpu.peak)
+    assert [copy.device(dtype) for dtype in copy.hardware.gpu.peak] == [own.device(d) for d in own.hardware.gpu.peak]
+    gpu = copy.hardware.gpu.model_copy(update={"name": "another"})
+    other = replace(copy, hardware=copy.hardware.model_copy(update={"gpu": gpu}))
+    dtype: Dtype = "fp16" if "fp16" in gpu.peak else "bf16"
+    rate = 0.8 * constants().training.matmul * gpu.peak[dtype].value
+    assert other.device(dtype).rate == pytest.approx(rate)
+
+
 @pytest.mark.parametrize(
     ("old", "new", "words"),
     [
@@ -75,10 +91,22 @@ def test_a_file_of_ones_own(tmp_path: Path) -> None:
         ("  devices: 8\n  bandwidth", "  devices: 0\n  bandwidth", "domain.devices"),
         ("fabric:\n", "fabrics: 1\nfabric:\n", "fabrics"),
         ("value: 25e9", "value: fast", "host.nic_bandwidth.value"),
-        ("value: 25e9", "value: 0", "host.nic_bandwidth.value: input should be greater than 0"),
+        ("value: 25e9", "value: 0", "host.nic_bandwidth.value is 0: must be a number of bytes/s, 1 to 1e.18; see"),
+        ("value: 25e9", "value: 1e-300", "host.nic_bandwidth.value is 1e-300: must be a number of bytes/s, 1 to"),
+        ("value: 25e9", "value: .inf", "host.nic_bandwidth.value: input should be a finite number"),
+        ("nvme_write: {value: 12e9", "nvme_write: {value: 1e-300", "host.nvme_write.value is 1e-300: must be a number"),
+        ("bf16: {value: 312e12", "bf16: {value: 1e-300", "gpu.peak.bf16.value is 1e-300: must be a number of FLOP/s"),
+        ("memory_bandwidth: {value: 2.039e12", "memory_bandwidth: {value: 0.5", "gpu.memory_bandwidth.value is 0.5: "),
+        ("memory: {value: 85899345920", "memory: {value: 1e30", "gpu.memory.value is 1e.30: must be a number of bytes"),
+        ("sms: {value: 108", "sms: {value: 1.5", "gpu.sms.value is 1.5: must be a whole number of units, 1 to 1e.06"),
+        ("restart_seconds: {value: 600", "restart_seconds: {value: 1e300", "failures.restart_seconds.value is 1e.300"),
+        ("hours: {value: 50674", "hours: {value: 0", "device_mtbf_hours.value is 0: must be a number of hours, 0.001 "),
         ("nics: {value: 8", "nics: {value: 0", "host.nics is 0, so no host reaches another, but fabric.kind is rails"),
-        ("nics: {value: 8", "nics: {value: -1", "host.nics.value: input should be greater than or equal to 0"),
+        ("nics: {value: 8", "nics: {value: -1", "host.nics.value is -1: must be a whole number of ports, 0 "),
         ("sms: {value: 108", "sms: {value: 0", "gpu.sms.value"),
+        ("  devices: 8\n  bandwidth", "  devices: 3\n  bandwidth", "domain.devices is 3 and host.devices 8: a domain"),
+        ("  devices: 8\n  bandwidth", "  devices: 7\n  bandwidth", "a host whole domains, so use 4 or 8; see docs"),
+        ("  devices: 8\n  bandwidth", "  devices: 20\n  bandwidth", "a host whole domains, so use 16 or 24; see docs"),
         ("oversubscription: {value: 1", "oversubscription: {value: 0", "oversubscription.value"),
     ],
 )
@@ -100,6 +128,28 @@ def test_hosts_without_ports_are_alone(tmp_path: Path) -> None:
     assert float(one.send(1e8, False)) == float(usual.send(1e8, False))
     with pytest.raises(ConfigError, match=r"gpus=16: hosts of dgx-a100 have no ports to others.*use 8"):
         machine.of(16)
+
+
+@pytest.mark.parametrize("devices", [2, 4, 6, 8, 16, 24])
+def test_a_host_may_have_several_domains(tmp_path: Path, devices: int) -> None:
+    """Four devices of eight are joined: groups of more leave them, however many hosts a job has."""
+    path = changed(tmp_path, "  devices: 8\n  bandwidth", "  devices: 4\n  bandwidth")
+    machine = Machine(hardware(str(path)), constants()).of(devices)
+    assert machine.hardware.domain.devices == 4
+    group = machine.group(devices, 1)
+    assert int(group.inside) == {2: 2, 6: 3}.get(devices, 4)
+    assert np.isfinite(machine.collective("all_reduce", 1e8, group))
+    usual = Machine(hardware("dgx-a100"), constants()).of(devices)
+    slower = machine.collective("all_reduce", 1e9, group) > usual.collective("all_reduce", 1e9, usual.group(devices, 1))
+    assert slower == (devices > 4)
+
+
+@pytest.mark.parametrize(
+    ("domain", "used", "within"), [(8, 4, 4), (16, 4, 8), (4, 4, 4), (4, 2, 2), (4, 3, 3), (4, 6, 2), (4, 5, 1)]
+)
+def test_a_part_of_each_host_is_in_as_few_domains_as_go(tmp_path: Path, domain: int, used: int, within: int) -> None:
+    path = changed(tmp_path, "  devices: 8\n  bandwidth", f"  devices: {domain}\n  bandwidth")
+    assert hardware(str(path)).part(used).domain.devices == within
 
 
 def test_no_drives_are_a_fact(tmp_path: Path) -> None:

@@ -67,10 +67,6 @@ def _start(
     return config, machine, devices, work
 
 
-SEARCHED = ("parallel.", "train.micro_batch", "train.recompute", "sharding.engine", "sharding.stage", "cluster.nodes")
-"""Settings, by how they begin, that a search chooses."""
-
-
 @click.command(epilog="\b\nExample:  hpctrain plan llama-70b --cluster dgx-h100 --gpus 512 --top 3")
 @click.argument("recipe")
 @overrides_argument()
@@ -95,10 +91,11 @@ def search(
     Each comes with what its step is made of and what it lacks against the best.
     """
     from hpctrain.config.load import dump
+    from hpctrain.plan.held import OVERWRITTEN
     from hpctrain.plan.search import search as find
 
     config, machine, devices, work = _start(recipe, overrides, cluster, gpus, fp8, profile)
-    if chosen := [key for key in (text.partition("=")[0] for text in overrides) if key.startswith(SEARCHED)]:
+    if chosen := [key for key in (text.partition("=")[0] for text in overrides) if key in OVERWRITTEN]:
         click.echo(f"searched for, and not held: {', '.join(chosen)} (plan explain prices what is said)", err=True)
     if write:
         make_folder("--write", write.parent)

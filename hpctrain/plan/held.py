@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from hpctrain.config.keys import keys
-from hpctrain.config.schema import RunConfig
+from hpctrain.config.schema import OF_FSDP, RunConfig
 from hpctrain.errors import ConfigError
 from hpctrain.plan.gemm import Array
 from hpctrain.plan.work import NAMES, OFFLOAD, RECOMPUTE, Points
@@ -24,6 +24,13 @@ CHOSEN = {
     OFFLOADED: "offload",
 }
 """What the search chooses itself, and what it is called of layouts (`Points`)."""
+
+OVERWRITTEN = (
+    *CHOSEN,
+    *("parallel.sp", "parallel.etp", "parallel.stage_layers", "sharding.engine"),
+    *(f"sharding.{name}" for name in OF_FSDP),
+)
+"""What a search says otherwise than the configuration does."""
 
 PLACES = {"schedule": NAMES, "recompute": RECOMPUTE, "offload": OFFLOAD}
 """Of which layouts have a place in a tuple."""

@@ -100,6 +100,13 @@ def test_a_sweep_over_devices_as_table_and_picture(tmp_path: Path) -> None:
     assert png.read_bytes().startswith(b"\x89PNG")
 
 
+def test_what_a_search_chooses_itself_is_said() -> None:
+    given = "parallel.tp=4 sharding.engine=fsdp parallel.cp_method=ulysses data.seq=4096"
+    said = invoke(f"llama-8b --gpus 8 --top 1 {given}").stderr
+    assert "searched for, and not held: parallel.tp, sharding.engine (plan explain prices what is said)" in said
+    assert "not held" not in invoke("llama-8b --gpus 8 --top 1 data.seq=4096").stderr
+
+
 def test_a_sweep_holds_its_setting() -> None:
     out = run("sweep llama-8b --gpus 16 --over parallel.tp=1,2,3")
     lines = out.splitlines()

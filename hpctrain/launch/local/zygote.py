@@ -147,6 +147,7 @@ def _serve(link: connection.Connection, imports: Sequence[str]) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # unwinds: ranks are killed, folders removed
     let_others_finish()
+    gc.callbacks.clear()  # those of the process that forked this one: what a signal raises in one of them is lost
     gc.disable()  # nothing of what is imported is garbage
     for name in imports:
         importlib.import_module(name)

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from hpctrain.launch.local.zygote import RankFailure, Zygote
 
 
-def gone(pid, within_s=8.0):
+def gone(pid, within_s=60.0):
     deadline = time.monotonic() + within_s
     while time.monotonic() < deadline:
         try:

@@ -136,7 +136,7 @@ def search(
     machine = machine.of(devices)
     needs, away = room(config, points, work.runtime, weights_besides(machine, work))
     there = available(machine, work)
-    fits = (needs <= there.device) & (away <= np.where(points.offload == 2, there.disk, there.host))
+    fits = there.fits(points, needs, away)
     if not fits.any():
         _nothing(config, machine, work, points, (needs, away), devices, offload)
     points = points.take(np.flatnonzero(fits))
@@ -150,6 +150,10 @@ class Available(NamedTuple):
     device: float
     host: float
     disk: float
+
+    def fits(self, points: Points, needs: Array, away: Array) -> Array:
+        """Of many layouts, for which it is enough: bytes on the device, and of what is offloaded."""
+        return (needs <= self.device) & (away <= np.where(points.offload == 2, self.disk, self.host))
 
     def holds(self, memory: Memory) -> bool:
         """Whether it is enough for training."""
@@ -183,7 +187,7 @@ def refined(
         ConfigError: rules refuse them for what is the same in all.
     """
     out: list[Plan] = []
-    refused = Counter[str]()
+    refused, first = Counter[str](), None
     for index in np.argsort(times, kind="stable"):
         if len(out) >= top and times[index] > (1 + AGREE) * sorted(plan.seconds for plan in out)[top - 1]:
             break
@@ -196,14 +200,15 @@ def refined(
             validate(chosen, layout.world)
         except ConfigError as error:
             refused[str(error)] += 1
+            first = first or error
             if not out and refused[str(error)] == PATIENCE:
                 raise
             continue
         out.append(Plan(chosen, layout, one, price(machine, work, layout, one), memory, work))
         if len(out) == MOST:
             break
-    if refused and not out:
-        validate(chosen, layout.world)
+    if first is not None and not out:
+        raise first
     return sorted(out, key=lambda plan: plan.seconds)[:top]
 
 
@@ -281,13 +286,12 @@ def _nothing(
     """
     there = available(machine, work)
     device, away = (np.asarray(part, float) for part in needs)
-    on_host = away > np.where(points.offload == 2, there.disk, there.host)
     short = device > there.device
     if short.all():
         least, size, kind, have = int(np.argmin(device)), device, "", there.device
         holder = "a device has"
     else:
-        among = np.flatnonzero(~short & on_host)
+        among = np.flatnonzero(~short)
         least, size = int(among[np.argmin(away[among])]), away
         disk = int(points.offload[least]) == 2
         kind, have = (" on drives", there.disk) if disk else (" of host memory", there.host)
@@ -299,8 +303,7 @@ def _nothing(
             found = candidates(config, machine.of(more), more, offload)
         except ConfigError:
             continue
-        wanted, other = room(config, found, work.runtime)
-        if np.any((wanted <= there.device) & (other <= np.where(found.offload == 2, there.disk, there.host))):
+        if there.fits(found, *room(config, found, work.runtime, weights_besides(machine, work))).any():
             break
     else:
         more = 0

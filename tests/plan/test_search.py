@@ -215,6 +215,15 @@ def test_what_no_layout_mends_is_said_as_it_is(settings: str, path: str, offload
     assert error.value.path == path
 
 
+def test_a_rule_that_refuses_all_that_fit_is_said_and_not_lack_of_memory() -> None:
+    """Though the last in the order is refused for its memory."""
+    config = load("llama-8b", ["data.seq=262144", "train.global_batch=16"])
+    points = Points.join([Points.one(Layout(tp=8, cp=8, sp=True), 1, "full"), Points.one(Layout(dp=16, cp=4), 1)])
+    plenty = Available(200e9, 0.0, 0.0)
+    with pytest.raises(ConfigError, match=r"model\.max_seq"):
+        refined(config, H100, Work.of(config), points, np.array([1.0, 2.0]), 1, plenty)
+
+
 def test_offloaded_plans_keep_to_the_rules_and_to_all_memories() -> None:
     config = load("llama-70b", ["train.global_batch=16"])
     for plan in search(config, H100, 16, top=4, offload=True):

@@ -263,19 +263,6 @@ def training(constants: Constants) -> Training:
     return of_step(least(squares(constants)))
 
 
-def of_networks(constants: Constants) -> list[tuple[float, float]]:
-    """What T5 tells of networks, whose rate is not fitted to it: the least sum of squares by the share of that rate."""
-    out = []
-    for share in (0.5, 0.75, 1.0):
-        links = dict(constants.links)
-        for kind in ("infiniband", "infiniband-ndr"):
-            lines = tuple(line.model_copy(update={"rate": line.rate * share}) for line in links[kind].lines)
-            links[kind] = links[kind].model_copy(update={"lines": lines})
-        loss = squares(constants.model_copy(update={"links": links}))
-        out.append((share, loss(least(loss))))
-    return out
-
-
 def text(constants: Constants) -> str:
     """As YAML, with every constant on a line of its own."""
     lines = [
@@ -301,8 +288,6 @@ def main() -> None:
     fitted = first.model_copy(update={"training": training(first)})
     OUT.write_text(text(fitted), encoding="utf-8")
     print(text(fitted))
-    for share, value in of_networks(first):
-        print(f"T5 with networks at {share:g} of their rate: root mean square error {math.sqrt(value / 8):.2%}")
 
 
 if __name__ == "__main__":

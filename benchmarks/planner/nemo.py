@@ -29,7 +29,7 @@ from hpctrain.config.schema import DataConfig, ModelConfig, MoeConfig, ParallelC
 from hpctrain.layout.layout import Layout
 from hpctrain.layout.stages import even
 from hpctrain.plan.candidates import candidates
-from hpctrain.plan.constants import constants
+from hpctrain.plan.constants import Constants, constants
 from hpctrain.plan.gemm import Array
 from hpctrain.plan.hardware import hardware
 from hpctrain.plan.links import GAP, GRAPH_GAP, Machine
@@ -126,7 +126,7 @@ class Case:
         return Judged(self.name, ratio, "", text(self.theirs), text(ours))
 
 
-def case(row: dict[str, str]) -> Case | Judged:
+def case(row: dict[str, str], fitted: Constants | None = None) -> Case | Judged:
     """A row as it is priced, or why it is left out."""
     name = f"{row['row_id']} {row['model']} {row['size']} {row['system']} {row['dtype']} {_number(row, 'num_gpus')}"
     if row["task"] != "pre_train":
@@ -140,7 +140,9 @@ def case(row: dict[str, str]) -> Case | Judged:
     model = MODELS[which].model_copy(update={"max_seq": seq})
     graphs = row["cuda_graphs"] in ("1", "1.0")
     devices, batch = (_number(row, column) for column in ("num_gpus", "gbs"))
-    machine = Machine(hardware(CLUSTERS[row["system"]]), constants(), gap=GRAPH_GAP if graphs else GAP).of(devices)
+    machine = Machine(hardware(CLUSTERS[row["system"]]), fitted or constants(), gap=GRAPH_GAP if graphs else GAP).of(
+        devices
+    )
     config = RunConfig(
         model=model,
         data=DataConfig(seq=seq, document_mask=False),
@@ -169,9 +171,9 @@ def best(one: Case) -> Points | None:
     return every.take(np.array([int(np.argmin(one.seconds(every)))])) if len(every) else None
 
 
-def judge(row: dict[str, str]) -> Judged:
-    """One row."""
-    one = case(row)
+def judge(row: dict[str, str], fitted: Constants | None = None) -> Judged:
+    """One row; by other constants, if they are given."""
+    one = case(row, fitted)
     if isinstance(one, Judged):
         return one
     ours = best(one)

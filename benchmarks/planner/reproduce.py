@@ -162,7 +162,7 @@ def _policies(policies: dict[str, list[Compared]]) -> list[str]:
         "neither micro-batch, interleaving nor recomputation: 1, the fewest chunks, none. ZeRO-3 of 2021 does here as",
         "the sources of DeepSpeed 0.3.13 have it, with its defaults, and is taken to reach the rate of one port of a",
         "host, which no source says; this assumption was made with the table in view. With all ports its steps come",
-        "out 37 to 65% too short.",
+        "out 37 to 65% too short (`python -m benchmarks.planner.networks`).",
     ]
 
 
